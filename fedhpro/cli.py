@@ -1,0 +1,344 @@
+"""The command line: fedhpro run, resume, compare, predict, export, methods, data."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from . import __version__
+from .config import PRESETS, Config, configure, describe_type, method_keys, method_types, parse
+from .errors import ConfigError, UserError
+
+app = typer.Typer(
+    name="fedhpro",
+    help="Federated learning with hyper-prototypes.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Data sources: list them, look at them.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+out, err = Console(), Console(stderr=True)
+
+Keys = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any key of the config.", show_default=False)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.", rich_help_panel="Output")]
+Json = Annotated[bool, typer.Option("--json", help="Only the result, as JSON.", rich_help_panel="Output")]
+
+
+@app.command()
+def run(
+    keys: Keys = None,
+    method: Annotated[
+        str | None, typer.Option(help="fedhpro, fedavg, ... (see: fedhpro methods)", rich_help_panel="What")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The data source. [default: digits-lite]", rich_help_panel="What")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="paper or released: the settings of the paper, of its code.", rich_help_panel="What"),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Communication rounds. [default: 15]", rich_help_panel="How")
+    ] = None,
+    local_epochs: Annotated[
+        int | None, typer.Option(help="Epochs of a client in a round. [default: 5]", rich_help_panel="How")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the clients. [default: 0.01]", rich_help_panel="How")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same numbers. [default: 0]", rich_help_panel="How")
+    ] = None,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Run folder. [default: a new one under runs/]", rich_help_panel="Output"),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    list_keys: Annotated[
+        bool, typer.Option("--keys", help="List every key with its default, and exit.", rich_help_panel="Output")
+    ] = False,
+) -> None:
+    """Train one classifier over the clients of a federation.
+
+    Without any option: FedHPro on the embedded data on this machine's CPU. Everything else is KEY=VALUE, for example
+    [cyan]fedhpro run M=0 scenario=nid1 alpha=0.2[/].
+    """
+    options: dict[str, Any] = {"method": method, "data": data, "preset": preset, "rounds": rounds}
+    options |= {"local_epochs": local_epochs, "lr": lr, "seed": seed, "out": out_folder}
+    given = {
+        name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value is not None
+    }
+    keyed = parse(keys or [])
+    if twice := sorted(given.keys() & keyed.keys()):
+        raise ConfigError(f"{twice[0]} is given twice")
+    settings = given | keyed
+    if list_keys:
+        _print_keys(configure(**settings))
+        return
+    _train(configure(**settings), quiet, as_json)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="rounds may be raised.")] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with an interrupted run, to the same numbers as if nothing had happened."""
+    from . import runs
+
+    callbacks = _callbacks(quiet, as_json)
+    _finish(runs.resume(folder, callbacks=callbacks, **parse(keys or [])), quiet, as_json)
+
+
+@app.command()
+def compare(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="METHOD... [KEY=VALUE]...",
+            help="Methods, each maybe with settings of its own (fedhpro:M=0,I=1), then keys for all.",
+        ),
+    ],
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+    control: Annotated[
+        bool, typer.Option(help="Beside FedHPro, its control with frozen hyper-prototypes (M=0).")
+    ] = True,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder of all runs. [default: a new one under runs/]")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Run the same federation with several methods and seeds: one table of means and standard deviations."""
+    from . import comparison, runs
+
+    names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
+    common = parse(a for a in arguments if a not in names)
+    if not names:
+        raise ConfigError("name at least one method")
+    for name in ("method", "seed", "out"):
+        if name in common:
+            raise ConfigError(f"{name} is not a key here: methods and --seeds and --out say it")
+    if out_folder is not None:
+        common["out"] = str(out_folder)
+    rows = comparison.entries(names, common, control)
+
+    def start(config: Config, title: str) -> runs.Result:
+        if not (quiet or as_json):
+            out.rule(escape(title), align="left")
+        return runs.run(config, callbacks=_callbacks(quiet, as_json))
+
+    found = comparison.compare(rows, _seeds(seeds), common, start)
+    found.save()
+    if as_json:
+        print(json.dumps(found.rows(), indent=2))
+    else:
+        out.print(comparison.table(found))
+        out.print(f"saved in {found.folder}: comparison.md, comparison.json, curves.png", highlight=False)
+    if any(result.status == "interrupted" for results in found.results.values() for result in results):
+        raise typer.Exit(130)
+
+
+@app.command()
+def predict(
+    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    files: Annotated[list[Path], typer.Argument(help="Images, folders of images, or CSV files.")],
+    top: Annotated[int, typer.Option(min=1, help="Classes to show for each.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Classify images with a trained model: classes and probabilities."""
+    from . import use
+
+    for found in use.predict(folder, files, top=top):
+        if as_json:
+            print(json.dumps(dataclasses.asdict(found)))
+        else:
+            ranking = "  ".join(f"{name} {p:.3f}" for name, p in found.probabilities.items())
+            out.print(
+                f"{found.name}  [bold green]{escape(found.label)}[/]  {escape(ranking)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    format: Annotated[str, typer.Option(help="safetensors, torchscript, torch-export or onnx.")] = "safetensors",
+    out_file: Annotated[Path | None, typer.Option("--out", help="The file. [default: in the run folder]")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a trained model for other programs, and check the file against the model."""
+    from . import use
+
+    out.print(f"wrote {use.export(folder, out_file, format, overwrite=overwrite)}", highlight=False)
+
+
+@app.command()
+def methods(name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None) -> None:
+    """List the methods, or show one with its hyper-parameters."""
+    from .methods import METHODS
+
+    if name is None:
+        table = Table(box=None)
+        table.add_column("method", style="bold")
+        table.add_column("what it is")
+        for key, method in METHODS.items():
+            table.add_row(key, _about(method))
+        out.print(table)
+        return
+    configure(method=name)  # says which name is closest
+    out.print(f"[bold]{name}[/]: {escape(_about(METHODS[name]))}")
+    table = Table(box=None)
+    for title in ("key", "default", "allowed"):
+        table.add_column(title)
+    types = method_types(name)
+    for key, default in method_keys(name).items():
+        table.add_row(key, str(default), describe_type(types[key]))
+    out.print(table)
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The data sources."""
+    from .data.sources import SOURCES
+
+    for name in SOURCES:
+        out.print(name)
+
+
+@data_app.command("show")
+def data_show(
+    name: Annotated[str, typer.Argument(help="The source.")] = "digits-lite",
+    sheet: Annotated[Path, typer.Option(help="Where to write the contact sheet.")] = Path("digits-lite.png"),
+) -> None:
+    """What is in a source, who gets how much of it, and a contact sheet of its images."""
+    from .data import digits_lite, sources
+
+    configure(data=name)
+    source = sources.load(name)
+    table = Table(title=f"{name}: {source.num_classes} classes, images {'x'.join(map(str, source.shape))}")
+    for title in ("domain", "real", "train", "validation", "test", "clients", "samples each", "what"):
+        table.add_column(
+            title, justify="right" if title in ("train", "validation", "test", "clients", "samples each") else "left"
+        )
+    for domain in source.domains:
+        clients, samples = source.allocation[domain.name]
+        sizes = (str(len(split)) for split in (domain.train, domain.validation, domain.test))
+        table.add_row(domain.name, "yes" if domain.real else "no", *sizes, str(clients), str(samples), domain.about)
+    out.print(table)
+    try:
+        digits_lite.contact_sheet(source, sheet)
+    except OSError as error:
+        raise ConfigError(f"cannot write {sheet}: {error.strerror or error}") from None
+    out.print(f"contact sheet: {sheet}", highlight=False)
+
+
+def _train(config: Config, quiet: bool, as_json: bool) -> None:
+    from . import runs
+
+    _finish(runs.run(config, callbacks=_callbacks(quiet, as_json)), quiet, as_json)
+
+
+def _callbacks(quiet: bool, as_json: bool) -> list[Any]:
+    from .progress import Terminal
+
+    return [] if quiet or as_json else [Terminal(out)]
+
+
+def _finish(result: Any, quiet: bool, as_json: bool) -> None:
+    from .progress import result_table
+
+    if not result.history:
+        err.print(f"interrupted before the first round was done: nothing to show; {result.folder} can be resumed")
+        raise typer.Exit(130)
+    if as_json:
+        print((result.folder / "result.json").read_text(encoding="utf-8"), end="")
+    elif quiet:
+        found = result.headline
+        print(f"AVG {found['final']:.2f}  best {found['best']:.2f}  last5 {found['last5']:.2f}  {result.folder}")
+    else:
+        out.print(result_table(result))
+        out.print(f"run folder: {result.folder}", highlight=False)
+        out.print(
+            f"  curves.png, MODEL_CARD.md, model.safetensors; try: fedhpro predict {result.folder} IMAGE",
+            highlight=False,
+        )
+    if result.status == "interrupted":
+        err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
+        raise typer.Exit(130)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--seeds {text}: write whole numbers with commas between them, as in 0,1,2") from None
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text}: a seed is given twice")
+    return seeds
+
+
+def _print_keys(config: Config) -> None:
+    table = Table(title=f"keys of a run with method {config.method}", box=None)
+    for title in ("key", "value", "allowed", "meaning"):
+        table.add_column(title, no_wrap=title == "key")
+    for name, field in Config.model_fields.items():
+        if name != "parameters":
+            table.add_row(name, str(getattr(config, name)), describe_type(field.annotation), field.description)
+    table.add_section()
+    types = method_types(config.method)
+    for name, value in config.parameters.items():
+        table.add_row(name, str(value), describe_type(types[name]), f"of {config.method}")
+    table.add_row("preset", "", "|".join(PRESETS), "sets method, training, model and partition keys together")
+    out.print(table)
+
+
+def _about(method: type) -> str:
+    """The title line of the method's paper: first line of its class or of its file."""
+    own = method.__doc__ if method.__doc__ and not method.__doc__.startswith(f"{method.__name__}(") else None
+    module = inspect.getmodule(method)
+    return (own or (module.__doc__ if module else None) or "").strip().splitlines()[0]
+
+
+def version(value: bool) -> None:
+    if value:
+        print(f"fedhpro {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main_options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="The version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: every mistake of a user ends in one sentence and exit code 2, never in a traceback."""
+    try:
+        app(args=list(arguments) if arguments is not None else None)
+    except UserError as error:
+        err.print(f"fedhpro: {escape(str(error))}", style="red", highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)

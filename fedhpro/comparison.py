@@ -1,0 +1,138 @@
+"""The same federation with several methods and seeds, and one table of means and standard deviations."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .config import Config, configure, parse
+from .errors import ConfigError
+from .evaluation import AVG, headline
+from .files import write_atomically
+from .report.curves import draw_curves
+from .runs import Result
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row: a method with settings of its own, written `fedhpro:M=0,I=1`."""
+
+    label: str
+    keys: dict[str, Any]
+
+
+def entries(names: Sequence[str], common: dict[str, Any], control: bool = True) -> list[Entry]:
+    """The rows asked for. After a FedHPro that matches gradients comes its control, M=0, unless it is there anyway."""
+    found = [_entry(name) for name in names]
+    if control:
+        for position, entry in reversed(list(enumerate(found))):
+            config = configure(**(common | entry.keys))
+            frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
+            if config.method == "fedhpro" and config.parameters["M"] > 0 and frozen not in found:
+                found.insert(position + 1, frozen)
+    if len({entry.label for entry in found}) < len(found):
+        raise ConfigError("a method is given twice with the same settings")
+    return found
+
+
+def _entry(text: str) -> Entry:
+    method, _, settings = text.partition(":")
+    keys = parse(settings.split(",")) if settings else {}
+    return Entry(_label(method, keys), {"method": method} | keys)
+
+
+def _label(method: str, keys: dict[str, Any]) -> str:
+    return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
+
+
+def compare(
+    rows: Sequence[Entry], seeds: Sequence[int], common: dict[str, Any], start: Callable[[Config, str], Result]
+) -> Comparison:
+    """Run every row with every seed, seed by seed; all configs are checked before the first one starts."""
+    folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
+    configs = [
+        (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{_slug(row.label)}-seed{seed}")})))
+        for seed in seeds
+        for row in rows
+    ]
+    results: dict[str, list[Result]] = {row.label: [] for row in rows}
+    for number, (row, config) in enumerate(configs, start=1):
+        result = start(config, f"{number} of {len(configs)}: {row.label}, seed {config.seed}")
+        results[row.label].append(result)
+        if result.status != "finished":
+            break
+    return Comparison(folder, list(seeds), results)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    folder: Path
+    seeds: list[int]
+    results: dict[str, list[Result]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Per method: final accuracy of each domain, and final, best and last5 of AVG, as (mean, std) over seeds."""
+        found = []
+        for label, results in self.results.items():
+            done = [result for result in results if result.accuracy]
+            if not done:
+                continue
+            row: dict[str, Any] = {"method": label, "seeds": [result.config.seed for result in done]}
+            for key in done[0].accuracy:
+                row[key] = _spread([result.accuracy[key] for result in done])
+            for name in ("best", "last5"):
+                row[name] = _spread([headline(result.history)[name] for result in done])
+            found.append(row)
+        return found
+
+    def markdown(self) -> str:
+        rows = self.rows()
+        keys = [key for key in rows[0] if key not in ("method", "seeds")]
+        titles = ["method", *(TITLES.get(key, key) for key in keys)]
+        lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * len(keys) + "|"]
+        lines += ["| " + " | ".join([row["method"], *(show(row[key]) for key in keys)]) + " |" for row in rows]
+        return "\n".join(lines) + "\n"
+
+    def save(self) -> None:
+        write_atomically(self.folder / "comparison.md", self.markdown())
+        write_atomically(self.folder / "comparison.json", json.dumps(self.rows(), indent=2) + "\n")
+        first = {label: results[0].folder for label, results in self.results.items() if results and results[0].accuracy}
+        if len(first) > 1:
+            draw_curves(list(first.values()), self.folder / "curves.png", list(first))
+
+
+TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five"}
+
+
+def show(spread: tuple[float, float | None]) -> str:
+    mean, std = spread
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; a single seed has none."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def _slug(label: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
+
+
+def table(comparison: Comparison) -> Any:
+    from rich.table import Table
+
+    rows = comparison.rows()
+    seeds = ", ".join(map(str, comparison.seeds))
+    found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
+    keys = [key for key in rows[0] if key not in ("method", "seeds")] if rows else []
+    found.add_column("method", style="bold")
+    for key in keys:
+        found.add_column(TITLES.get(key, key), justify="right", style="green" if key == AVG else "")
+    for row in rows:
+        found.add_row(row["method"], *(show(row[key]) for key in keys))
+    return found

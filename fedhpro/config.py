@@ -1,0 +1,222 @@
+"""One validated config per run: flat keys, the same in Python, on the command line and in config.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from .data.sources import SOURCES
+from .errors import ConfigError
+from .methods import METHODS, Method
+from .models import MODELS, STEMS
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Config(BaseModel):
+    """Every setting of a run. Build it with `configure`, which knows presets and the method's own keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # what is run
+    method: str = Field("fedhpro", description="the method; `fedhpro methods` lists them")
+    rounds: int = Field(15, ge=1, description="communication rounds R")
+    seed: int = Field(0, ge=0, description="every random number of the run derives from it")
+    out: str = Field("auto", description="the run folder; auto: a new one under runs/")
+    # data and its split over clients
+    data: str = Field("digits-lite", description="the data source")
+    scenario: Literal["domains", "iid", "nid1", "nid1-equalised"] = Field(
+        "domains", description="domain skew, equal random shares, Dirichlet label skew, and that with equal sizes"
+    )
+    clients: int = Field(10, ge=1, description="number of clients K (scenario domains has its own)")
+    alpha: float = Field(0.5, gt=0, description="concentration of the Dirichlet; smaller is more skewed (nid1)")
+    min_samples: int = Field(10, ge=1, description="fewest samples of a client (nid1)")
+    augment: Literal["sample", "batch", "off"] = Field(
+        "sample", description="random crop and flip: of each sample, one for a whole batch, or none"
+    )
+    # model
+    model: str = Field("resnet10", description="the network")
+    width: int | None = Field(16, ge=1, description="base filters of a ResNet; none: 64")
+    dim: int | None = Field(None, ge=1, description="feature width d, by a projection; none: the network's own")
+    stem: str = Field("3x3/2", description="first layer: 3x3 and 3x3/2 for small images, 7x7 for 224")
+    # local training
+    local_epochs: int = Field(5, ge=1, description="epochs E of a client in a round")
+    batch_size: int = Field(16, ge=2, description="samples in a batch B")
+    lr: float = Field(0.01, gt=0, description="learning rate of the clients")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
+    weight_decay: float = Field(1e-5, ge=0, description="weight decay")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of the clients, new in each round")
+    # federation
+    participation: Share = Field(1.0, description="share of the clients that take part in a round")
+    min_clients: int = Field(1, ge=1, description="fewer valid uploads than this: nothing is aggregated in that round")
+    patience: int = Field(3, ge=1, description="the run stops after so many rounds in a row without aggregation")
+    weights: Literal["samples", "equal"] = Field("samples", description="weight of a client's model in the mean")
+    exchange: Literal["auto", "model", "classifier", "prototypes", "nothing"] = Field(
+        "auto", description="what of the model travels; auto: what the method asks for"
+    )
+    # evaluation
+    evaluation: Literal["central", "federated", "both"] = Field(
+        "central", description="on the server's test sets, on each client's own held-out samples, or both"
+    )
+    split: Literal["test", "validation"] = Field("test", description="the server's sets: choose settings on validation")
+    held_out: float = Field(0.2, gt=0, lt=1, description="share that clients hold out when evaluation is federated")
+    evaluate_every: int = Field(1, ge=1, description="rounds between evaluations; the last round always is")
+    # machine and files
+    engine: Literal["cpu"] = Field("cpu", description="where clients run")
+    workers: int | None = Field(None, ge=0, description="worker processes; none: one per core; 0: in this process")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
+    keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
+    # the method's own keys
+    parameters: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
+
+    def flat(self) -> dict[str, Any]:
+        """All keys side by side, the method's own among them."""
+        keys = self.model_dump()
+        return keys | keys.pop("parameters")
+
+    def build_method(self) -> Method:
+        return METHODS[self.method](**self.parameters)
+
+    def replace(self, **keys: Any) -> Config:
+        """The same config with other keys; a new method starts from its own defaults."""
+        before = self.flat()
+        if keys.get("method", self.method) != self.method:
+            before = {name: value for name, value in before.items() if name not in self.parameters}
+        return configure(**(before | keys))
+
+    def to_toml(self) -> str:
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in self.flat().items())
+
+
+# presets/*.toml: the paper's settings, and what the authors' released code runs with. Each sets method, training, model
+# and partition keys together; any of them can be given beside the preset and then wins.
+PRESETS: dict[str, dict[str, Any]] = {
+    path.stem: tomllib.loads(path.read_text(encoding="utf-8"))
+    for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))
+}
+
+
+def configure(**keys: Any) -> Config:
+    """A config from any keys: a preset first, then these; whatever is left has its default."""
+    preset = keys.pop("preset", None)
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ConfigError(f"there is no preset {preset!r}{_closest(preset, PRESETS)}")
+        chosen = dict(PRESETS[preset])
+        if keys.get("method", chosen["method"]) != chosen["method"]:  # its training and model keys still hold
+            own = method_keys(chosen["method"])
+            chosen = {name: value for name, value in chosen.items() if name not in own}
+        keys = chosen | keys
+    method = keys.get("method", Config.model_fields["method"].default)
+    if method not in METHODS:
+        raise ConfigError(f"there is no method {method!r}{_closest(str(method), METHODS)}")
+    own = method_keys(method)
+    known = [name for name in Config.model_fields if name != "parameters"]
+    for name in keys:
+        if name not in known and name not in own:
+            raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
+    for name, allowed in (("data", SOURCES), ("model", MODELS), ("stem", STEMS)):
+        if name in keys and keys[name] not in allowed:
+            raise ConfigError(f"there is no {name} {keys[name]!r}{_closest(str(keys[name]), allowed)}")
+    keys = {name: None if value == "none" else value for name, value in keys.items()}
+    try:
+        parameters = {name: value for name, value in keys.items() if name in own}
+        checked = TypeAdapter(METHODS[method]).validate_python(parameters)
+        return Config(
+            **{name: value for name, value in keys.items() if name not in own}, parameters=dataclasses.asdict(checked)
+        )
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def method_keys(method: str) -> dict[str, Any]:
+    """The hyper-parameters of a method and their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(METHODS[method])}
+
+
+def method_types(method: str) -> dict[str, Any]:
+    hints = get_type_hints(METHODS[method], include_extras=False)
+    return {name: hints[name] for name in method_keys(method)}
+
+
+def describe_type(hint: Any) -> str:
+    """How a person would say it: one of the choices, or the kind of number."""
+    if choices := get_args(hint):
+        return "|".join(
+            "none" if choice is type(None) else getattr(choice, "__name__", str(choice)) for choice in choices
+        )
+    return str(getattr(hint, "__name__", hint))
+
+
+def parse(arguments: Iterable[str]) -> dict[str, Any]:
+    """key=value arguments of the command line."""
+    keys: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{argument!r} is not a setting: write it as key=value")
+        if name in keys:
+            raise ConfigError(f"{name} is given twice")
+        keys[name] = value
+    return keys
+
+
+def load(path: Path) -> Config:
+    """The config of a run folder or of a TOML file."""
+    try:
+        return configure(**tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config at {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def worker_count(config: Config, clients: int) -> int:
+    if config.workers is not None:
+        return config.workers
+    return min(available_cores(), clients)
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _unknown(name: str, method: str, known: list[str]) -> str:
+    others = [other for other in METHODS if name in method_keys(other)]
+    if others:
+        return f"{name!r} is a key of method {others[0]}, and this run's method is {method}"
+    return f"there is no key {name!r}{_closest(name, known)}; `fedhpro run --keys` lists all"
+
+
+def _closest(name: str, allowed: Iterable[str]) -> str:
+    allowed = list(allowed)
+    found = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    return f": did you mean {found[0]!r}?" if found else f": choose one of {', '.join(allowed)}"
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "config"
+    given = first.get("input")
+    reason = first["msg"][0].lower() + first["msg"][1:].removesuffix(", unable to parse string as an integer")
+    return f"{name}={given}: {reason}"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + " }"
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'

@@ -1,0 +1,5 @@
+"""Sources (where samples come from), partitions (who gets which), batches (what a step sees)."""
+
+from .sources import SOURCES, Domain, Source, Split, load
+
+__all__ = ["SOURCES", "Domain", "Source", "Split", "load"]

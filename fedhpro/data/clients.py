@@ -1,0 +1,89 @@
+"""A federation's data: what each client trains on, what it holds out, and the test sets of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import PartitionError
+from ..randomness import numpy_generator
+from . import partition
+from .sources import Domain, Source, Split
+
+POOLED = "all"  # the domain of a client whose samples come from several
+
+
+@dataclass(frozen=True)
+class ClientData:
+    domain: str
+    train: Split
+    held_out: Split
+
+
+def cut(
+    source: Source,
+    *,
+    scenario: str,
+    seed: int,
+    clients: int = 10,
+    alpha: float = 0.5,
+    min_samples: int = 10,
+    allocation: dict[str, tuple[int, int]] | None = None,
+    held_out: float = 0.0,
+) -> list[ClientData]:
+    """The clients of a scenario. `held_out` is the share of its own samples that a client keeps for evaluation."""
+    rng = numpy_generator(seed, "partition")
+    if scenario == "domains":
+        by_name = {domain.name: domain for domain in source.domains}
+        sizes = {name: len(domain.train) for name, domain in by_name.items()}
+        parts = partition.domains(sizes, allocation or source.allocation, rng)
+        owned = [(name, _take(by_name[name].train, indices)) for name, indices in parts]
+    else:
+        pool, name = pooled(source.domains)
+        labels = pool.y.numpy()
+        if scenario == "iid":
+            cuts = partition.iid(labels, clients, rng)
+        elif scenario == "nid1":
+            cuts = partition.dirichlet(labels, clients, alpha, rng, min_samples)
+        elif scenario == "nid1-equalised":
+            cuts = partition.dirichlet_equalised(labels, clients, alpha, rng)
+        else:
+            raise PartitionError(f"there is no scenario {scenario!r}")
+        owned = [(name, _take(pool, indices)) for indices in cuts]
+    return [
+        _hold_out(name, split, held_out, numpy_generator(seed, "held-out", k)) for k, (name, split) in enumerate(owned)
+    ]
+
+
+def merged(clients: Sequence[ClientData]) -> ClientData:
+    """Everybody's samples at one client: centralised training."""
+    names = {client.domain for client in clients}
+    return ClientData(
+        domain=names.pop() if len(names) == 1 else POOLED,
+        train=_join([client.train for client in clients]),
+        held_out=_join([client.held_out for client in clients]),
+    )
+
+
+def pooled(domains: Sequence[Domain]) -> tuple[Split, str]:
+    if len(domains) == 1:
+        return domains[0].train, domains[0].name
+    return _join([domain.train for domain in domains]), POOLED
+
+
+def _hold_out(domain: str, split: Split, share: float, rng: np.random.Generator) -> ClientData:
+    order = rng.permutation(len(split))
+    kept = min(len(split) - 1, round(share * len(split)))  # at least one sample is left to train on
+    return ClientData(domain, _take(split, np.sort(order[kept:])), _take(split, np.sort(order[:kept])))
+
+
+def _take(split: Split, indices: np.ndarray) -> Split:
+    rows = torch.from_numpy(np.ascontiguousarray(indices))
+    return Split(split.x[rows], split.y[rows])
+
+
+def _join(splits: Sequence[Split]) -> Split:
+    return Split(torch.cat([split.x for split in splits]), torch.cat([split.y for split in splits]))

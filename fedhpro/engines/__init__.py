@@ -1,0 +1,1 @@
+"""Engines: how tensors get to clients and back."""

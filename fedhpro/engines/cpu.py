@@ -1,0 +1,250 @@
+"""Clients on this machine's CPU: in this process, or in worker processes with one torch thread each.
+
+Both give the same bits: every client trains on one thread, from the same tensors, with generators of its own, and the
+uploads are handed over in the order in which the clients were named.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from ..methods.base import Tensors
+from ..training import LocalTrainer
+
+
+@dataclass
+class Answer:
+    """What came back from a client. Its tensors are only valid until the next answer is taken."""
+
+    client: int
+    upload: Tensors
+    memory: Tensors
+    error: str | None = None  # why there is no upload
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test set, tried with the global model, or with the model of one client."""
+
+    name: str
+    client: int | None = None
+
+
+Memories = dict[int, Tensors]
+
+
+class Engine(Protocol):
+    def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]: ...
+    def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]: ...
+    def close(self) -> None: ...
+
+
+class InProcess:
+    def __init__(self, trainer: LocalTrainer) -> None:
+        self.trainer = trainer
+
+    def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
+        for k in clients:
+            with one_thread():
+                answer = _train(self.trainer, round, k, sent, memories.get(k, {}))
+            yield answer
+
+    def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
+        with one_thread():
+            return [
+                self.trainer.evaluate(test.name, sent, {} if test.client is None else memories.get(test.client, {}))
+                for test in tests
+            ]
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerPool:
+    """Worker processes that share memory with this one: no model is ever pickled.
+
+    What is sent lies in one shared buffer; each worker has two slots for a client's memory and upload, so that it can
+    train the next client while an upload waits for its turn to be folded in.
+    """
+
+    SLOTS = 2
+
+    def __init__(self, trainer: LocalTrainer, workers: int, sent: Tensors, upload: Tensors, memory: Tensors) -> None:
+        # fork shares the data sets for free; other systems start a fresh interpreter and receive them once
+        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self.sent = SharedTensors(sent)
+        self.slots = [
+            [(SharedTensors(memory), SharedTensors(upload), SharedTensors(memory)) for _ in range(self.SLOTS)]
+            for _ in range(workers)
+        ]
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for slots in self.slots:
+            ours, theirs = context.Pipe()
+            self.pipes.append(ours)
+            inherited = list(self.pipes) if context.get_start_method() == "fork" else []
+            process = context.Process(
+                target=_work, args=(trainer, theirs, inherited, self.sent, slots), daemon=True, name="fedhpro-worker"
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+
+    def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
+        self.sent.write(sent)
+        waiting = list(enumerate(clients))[::-1]
+        free = [list(range(self.SLOTS)) for _ in self.pipes]
+        busy: set[int] = set()
+        done: dict[int, tuple[int, int, Answer]] = {}
+        turn = 0
+        while turn < len(clients):
+            for worker, pipe in enumerate(self.pipes):
+                if waiting and free[worker] and worker not in busy:
+                    order, k = waiting.pop()
+                    slot = free[worker].pop()
+                    memory = memories.get(k, {})
+                    self.slots[worker][slot][0].write(memory)
+                    self._send(pipe, ("train", order, round, k, slot, bool(memory)))
+                    busy.add(worker)
+            for worker, (order, k, slot, error) in self._answers(busy):
+                busy.remove(worker)
+                _, upload, memory_out = self.slots[worker][slot]
+                done[order] = (worker, slot, Answer(k, upload.tensors, memory_out.tensors, error))
+            while turn in done:
+                worker, slot, answer = done.pop(turn)
+                yield answer
+                free[worker].append(slot)
+                turn += 1
+
+    def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
+        self.sent.write(sent)
+        waiting = list(enumerate(tests))[::-1]
+        busy: set[int] = set()
+        results: dict[int, Tensors] = {}
+        while len(results) < len(tests):
+            for worker, pipe in enumerate(self.pipes):
+                if waiting and worker not in busy:
+                    order, test = waiting.pop()
+                    memory = {} if test.client is None else memories.get(test.client, {})
+                    self.slots[worker][0][0].write(memory)
+                    self._send(pipe, ("evaluate", order, test.name, bool(memory)))
+                    busy.add(worker)
+            for worker, (order, found, error) in self._answers(busy):
+                if error is not None:
+                    raise RuntimeError(f"evaluation on {tests[order].name} failed: {error}")
+                busy.remove(worker)
+                results[order] = {name: torch.tensor(rows) for name, rows in found.items()}
+        return [results[order] for order in range(len(tests))]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # a worker ends when its pipe does
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _send(self, pipe: Connection, message: tuple[Any, ...]) -> None:
+        try:
+            pipe.send(message)
+        except OSError:
+            raise WorkerDied(self._fate()) from None
+
+    def _answers(self, busy: set[int]) -> list[tuple[int, Any]]:
+        ready = wait([self.pipes[worker] for worker in busy])
+        try:
+            return [(worker, self.pipes[worker].recv()) for worker in sorted(busy) if self.pipes[worker] in ready]
+        except (EOFError, OSError):
+            raise WorkerDied(self._fate()) from None
+
+    def _fate(self) -> str:
+        codes = [process.exitcode for process in self.processes if process.exitcode is not None]
+        return f"a worker process ended unexpectedly (exit code {codes[0] if codes else 'unknown'})"
+
+
+class WorkerDied(RuntimeError):
+    pass
+
+
+class SharedTensors:
+    """Named tensors of fixed shapes in one block of shared memory (a block of its own for each would use up files)."""
+
+    ALIGN = 64
+
+    def __init__(self, template: Tensors) -> None:
+        ends, total = [], 0
+        for value in template.values():
+            ends.append((total, total + value.numel() * value.element_size()))
+            total = -(-ends[-1][1] // self.ALIGN) * self.ALIGN
+        self.block = torch.zeros(max(total, 1), dtype=torch.uint8).share_memory_()
+        self.tensors = {
+            name: self.block[start:end].view(value.dtype).view(value.shape)
+            for (name, value), (start, end) in zip(template.items(), ends, strict=True)
+        }
+
+    def write(self, tensors: Tensors) -> None:
+        for name, value in tensors.items():
+            self.tensors[name].copy_(value)
+
+
+def _train(trainer: LocalTrainer, round: int, k: int, sent: Tensors, memory: Tensors) -> Answer:
+    try:
+        upload, memory = trainer.update(round, k, sent, memory)
+        return Answer(k, upload, memory)
+    except Exception as error:  # one client's trouble must not end the round of the others
+        return Answer(k, {}, {}, f"{type(error).__name__}: {error}")
+
+
+Slot = tuple[SharedTensors, SharedTensors, SharedTensors]
+
+
+def _work(
+    trainer: LocalTrainer, pipe: Connection, inherited: list[Connection], sent: SharedTensors, slots: list[Slot]
+) -> None:
+    for other in inherited:  # with them open, this process would not notice that its parent is gone
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if message[0] == "train":
+            _, order, round, k, slot, has_memory = message
+            memory_in, upload, memory_out = slots[slot]
+            answer = _train(trainer, round, k, sent.tensors, memory_in.tensors if has_memory else {})
+            try:
+                upload.write(answer.upload)
+                memory_out.write(answer.memory)
+            except Exception as error:
+                answer.error = f"{type(error).__name__}: {error}"
+            pipe.send((order, k, slot, answer.error))
+        else:
+            _, order, name, has_memory = message
+            try:
+                found = trainer.evaluate(name, sent.tensors, slots[0][0].tensors if has_memory else {})
+                pipe.send((order, {head: matrix.tolist() for head, matrix in found.items()}, None))
+            except Exception as error:
+                pipe.send((order, {}, f"{type(error).__name__}: {error}"))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The promise of equal bits holds for one torch thread per client; the caller's setting comes back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,155 @@
+"""Equations 2 to 13 of the FedHPro paper, in order, as pure functions.
+
+Shapes: n samples, C classes, K clients, I hyper-prototypes per class, d features. A class that is absent carries a
+count of 0 or a False in `present`; its row is never averaged into anything. All functions work in float32 and float64,
+on CPU and CUDA, and have correct gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weighting = Literal["weighted", "paper", "uniform"]
+
+
+def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Eq 2: the mean feature of each class -> means[C, d], counts[C]; an absent class has mean 0 and count 0."""
+    counts = torch.bincount(labels, minlength=num_classes)
+    return _sum_by_class(features, labels, num_classes) / counts.clamp_min(1)[:, None], counts
+
+
+def global_prototypes(means: Tensor, counts: Tensor, weighting: Weighting = "weighted") -> tuple[Tensor, Tensor]:
+    """Eq 4: prototypes[C, d] from the clients' means[K, C, d] and counts[K, C], and present[C].
+
+    "weighted" is sum_k n_k^c / n^c p_k^c. "paper" is that times 1 / |A^c|, as Eq 4 is printed: it shrinks a class by
+    the number of clients that hold it. "uniform" gives every client that holds the class the same weight.
+    """
+    held = (counts > 0).to(means.dtype)
+    if weighting == "uniform":
+        weights = held / held.sum(0).clamp_min(1)
+    elif weighting in ("weighted", "paper"):
+        weights = counts.to(means.dtype) / counts.sum(0).clamp_min(1)
+        if weighting == "paper":
+            weights = weights / held.sum(0).clamp_min(1)
+    else:
+        raise ValueError(f"weighting is {weighting!r}; allowed are 'weighted', 'paper', 'uniform'")
+    means = torch.where(held[:, :, None] > 0, means, 0.0)
+    return torch.einsum("kc,kcd->cd", weights, means), held.sum(0) > 0
+
+
+def class_gradients(features: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq 5: the mean gradient of cross-entropy at the features of each class -> gradients[C, d], counts[C].
+
+    For a linear classifier the gradient at z is W^T (softmax - onehot), so the mean over a class is W^T times the mean
+    of its residuals: one (C x C) matrix carries everything.
+    """
+    probabilities = torch.softmax(features @ weight.T + bias, dim=1)
+    residuals, counts = class_means(probabilities - F.one_hot(labels, len(weight)), labels, len(weight))
+    return residuals @ weight, counts
+
+
+def mean_gradients(gradients: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq 6: the plain mean over the clients that hold the class -> gradients[C, d], present[C]."""
+    return global_prototypes(gradients, counts, "uniform")
+
+
+def hyper_gradients(hyper: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Eq 7: the mean gradient of cross-entropy at the hyper-prototypes[C, I, d] of each class -> gradients[C, d]."""
+    probabilities = torch.softmax(hyper @ weight.T + bias, dim=2).mean(1)
+    return (probabilities - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)) @ weight
+
+
+def matching_loss(target: Tensor, gradients: Tensor) -> Tensor:
+    """Eq 8: one minus the cosine between target[C, d] and gradients[C, d] -> loss[C]; 0 where the target is 0."""
+    loss = 1 - (_direction(target) * _direction(gradients)).sum(1)
+    return torch.where(target.abs().amax(1) > 0, loss, 0.0)
+
+
+def match(
+    hyper: Tensor, target: Tensor, present: Tensor, weight: Tensor, bias: Tensor, steps: int = 30, lr: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """Eq 9: `steps` of gradient descent on Eq 8 -> hyper[C, I, d] and trace[steps, C], the loss before each step.
+
+    A class that is not present, or whose target is 0, stays untouched and has loss 0. The descent direction is written
+    out: with u and v the directions of target and gradient, dL/dg = (v (u.v) - u) / |g|, and dL/ds_i follows through
+    the softmax of s_i alone. No second backward pass is needed.
+    """
+    size = hyper.shape[1]
+    goal = _direction(target)
+    active = present & (target.abs().amax(1) > 0)
+    onehot = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    trace = []
+    for _ in range(steps):
+        probabilities = torch.softmax(hyper @ weight.T + bias, dim=2)  # [C, I, C]
+        gradients = (probabilities.mean(1) - onehot) @ weight  # Eq 7
+        ours = _direction(gradients)
+        cosine = (goal * ours).sum(1, keepdim=True)
+        trace.append(torch.where(active, 1 - cosine[:, 0], 0.0))  # Eq 8
+        slope = (ours * cosine - goal) / _length(gradients)  # dL/dg [C, d]
+        through = (slope @ weight.T)[:, None, :]
+        through = probabilities * (through - (probabilities * through).sum(2, keepdim=True)) / size
+        hyper = torch.where(active[:, None, None], hyper - lr * (through @ weight), hyper)
+    return hyper, torch.stack(trace) if trace else target.new_zeros(0, len(target))
+
+
+def client_margin(means: Tensor, counts: Tensor) -> Tensor:
+    """Eq 10: d_k, the sum of distances over ordered pairs of present classes over (C - 1)^2; 0 below two classes."""
+    present = (counts > 0).to(means.dtype)
+    distances = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
+    return (distances * present[:, None] * present).sum() / max(1, len(means) - 1) ** 2
+
+
+def similarity(features: Tensor, hyper: Tensor) -> Tensor:
+    """Eq 11: the mean cosine between a feature and the hyper-prototypes of each class -> s[n, C]."""
+    return F.normalize(features, dim=1) @ F.normalize(hyper, dim=2).mean(1).T
+
+
+def hpcl(
+    features: Tensor,
+    labels: Tensor,
+    hyper: Tensor,
+    margin: Tensor | float,
+    tau: float = 0.05,
+    present: Tensor | None = None,
+) -> Tensor:
+    """Eq 12, mean over the batch: softplus(logsumexp_{j != c}(s_j / tau) - s_c / tau + margin / tau).
+
+    The printed exp((s + margin) / tau) overflows from a margin of about 4; this form is finite for any. With `present`,
+    classes without anchors are no negatives, and a sample of such a class counts 0.
+    """
+    s = similarity(features, hyper) / tau
+    own = s.gather(1, labels[:, None])[:, 0]
+    excluded = F.one_hot(labels, len(hyper)).bool()
+    if present is not None:
+        excluded = excluded | ~present
+    negatives = torch.logsumexp(s.masked_fill(excluded, torch.finfo(s.dtype).min / 2), dim=1)
+    logits = negatives - own + margin / tau
+    loss = torch.logaddexp(logits, torch.zeros_like(logits))  # softplus without torch's cut at 20
+    return (loss if present is None else loss * present[labels]).mean()
+
+
+def hpal(features: Tensor, labels: Tensor, hyper: Tensor, present: Tensor | None = None) -> Tensor:
+    """Eq 13: the Huber distance to the mean hyper-prototype of the class, summed over d, mean over the batch."""
+    loss = F.huber_loss(features, hyper.mean(1)[labels], reduction="none").sum(1)
+    return (loss if present is None else loss * present[labels]).mean()
+
+
+def _sum_by_class(values: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    if values.is_cuda:  # index_add_ is not deterministic there
+        return F.one_hot(labels, num_classes).to(values.dtype).T @ values
+    return values.new_zeros(num_classes, values.shape[1]).index_add(0, labels, values)
+
+
+def _length(v: Tensor) -> Tensor:
+    """Row norms [C, 1] that neither underflow for the tiny gradients of fitted classes nor divide by zero."""
+    tiny = torch.finfo(v.dtype).tiny
+    scale = v.abs().amax(1, keepdim=True).clamp_min(tiny).detach()
+    return torch.linalg.vector_norm(v / scale, dim=1, keepdim=True).clamp_min(tiny) * scale
+
+
+def _direction(v: Tensor) -> Tensor:
+    return v / _length(v)

@@ -1,0 +1,57 @@
+"""From confusion matrices to accuracies: per domain, class and client; and the three ways to name a run's result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+AVG = "AVG"
+
+
+def accuracy(confusion: Tensor) -> float:
+    """Per cent of the samples on the diagonal."""
+    return 100.0 * int(confusion.trace()) / max(1, int(confusion.sum()))
+
+
+def class_accuracies(confusion: Tensor) -> list[float | None]:
+    """Per cent per true class; None for a class without test samples."""
+    totals = confusion.sum(1)
+    hits = confusion.diagonal()
+    return [100.0 * int(h) / int(n) if n else None for h, n in zip(hits, totals, strict=True)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def domain_accuracies(found: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+    """Accuracy per domain, the mean over the models tested on it, and AVG, the unweighted mean of the domains."""
+    domains: dict[str, list[float]] = {}
+    for name, confusion in found:
+        domains.setdefault(name, []).append(accuracy(confusion))
+    means = {name: mean(values) for name, values in domains.items()}
+    return means | {AVG: mean(list(means.values()))}
+
+
+def client_summary(accuracies: dict[int, float], samples: dict[int, int]) -> dict[str, Any]:
+    """Federated evaluation: each client's accuracy on what it holds out."""
+    total = sum(samples.values())
+    return {
+        "clients": {str(k): value for k, value in accuracies.items()},
+        "samples": {str(k): samples[k] for k in accuracies},
+        "mean": mean(list(accuracies.values())),
+        "weighted": sum(value * samples[k] for k, value in accuracies.items()) / max(1, total),
+        "worst": min(accuracies.values()),
+    }
+
+
+def headline(history: Sequence[dict[str, Any]], key: str = AVG) -> dict[str, Any]:
+    """final, best (and its round) and last5 (mean of the last five evaluations) of an accuracy."""
+    points = [(record["round"], record["accuracy"][key]) for record in history if "accuracy" in record]
+    if not points:
+        return {}
+    best_round, best = max(points, key=lambda point: (point[1], -point[0]))
+    last = [value for _, value in points[-5:]]
+    return {"final": points[-1][1], "best": best, "best_round": best_round, "last5": mean(last)}

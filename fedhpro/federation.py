@@ -1,0 +1,262 @@
+"""The round: sample clients -> engine -> check -> aggregate -> evaluate -> record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import data, models, wire
+from .config import Config, worker_count
+from .data.batches import Transform
+from .data.clients import POOLED, cut, merged
+from .data.sources import Source, Split
+from .engines.cpu import Engine, InProcess, Memories, Test, WorkerPool, one_thread
+from .errors import ConfigError, FederationStalled
+from .evaluation import accuracy, client_summary, domain_accuracies
+from .methods.base import Tensors
+from .randomness import generator, numpy_generator, seed_for
+from .training import LocalSettings, LocalTrainer, model_tensors, section, travels
+
+Record = dict[str, Any]
+
+
+class Federation:
+    """Server, clients and engine of one run. `model`, `state` and `memories` are all that a checkpoint has to hold."""
+
+    def __init__(self, config: Config, source: Source | None = None) -> None:
+        self.config = config
+        self.source = source or data.load(config.data)
+        self.method = config.build_method()
+        self.exchange = self.method.exchange if config.exchange == "auto" else config.exchange
+        self.clients = cut(
+            self.source,
+            scenario=config.scenario,
+            seed=config.seed,
+            clients=config.clients,
+            alpha=config.alpha,
+            min_samples=config.min_samples,
+            held_out=config.held_out if config.evaluation != "central" else 0.0,
+        )
+        if self.method.pools_data:
+            self.clients = [merged(self.clients)]
+        self.sizes = [len(client.train) for client in self.clients]
+        if config.min_clients > len(self.clients):
+            raise ConfigError(f"min_clients={config.min_clients}: there are only {len(self.clients)} clients")
+        self.net = build_net(config, self.source)
+        self.trainer = LocalTrainer(
+            self.net,
+            self.method,
+            self.exchange,
+            LocalSettings(
+                epochs=config.local_epochs,
+                batch_size=config.batch_size,
+                lr=config.lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                optimizer=config.optimizer,
+            ),
+            build_transform(config, self.source),
+            self.clients,
+            self._test_sets(),
+            config.seed,
+        )
+        # what the server owns
+        self.round = 0
+        self.stalled = 0
+        self.model = {
+            name: value.clone() for name, value in model_tensors(self.net).items() if travels(name, self.exchange)
+        }
+        self.state = self.method.server_state(self.net, generator(config.seed, "server"))
+        self.memories: Memories = {}
+        self._rehearse()
+        self.engine: Engine | None = None
+
+    def __enter__(self) -> Federation:
+        workers = worker_count(self.config, len(self.clients))
+        if workers == 0:
+            self.engine = InProcess(self.trainer)
+        else:
+            self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def sent(self) -> Tensors:
+        """What goes to every client: the travelling part of the model, and the method's extras."""
+        extras = {} if self.exchange == "nothing" else self.method.broadcast(self.state)
+        return {f"model/{name}": value for name, value in self.model.items()} | {
+            f"extra/{name}": value for name, value in extras.items()
+        }
+
+    def rounds(self, on_client: Callable[[int, int], None] | None = None) -> Iterator[Record]:
+        """Run what is left of the rounds; each record is complete when it is handed out."""
+        while self.round < self.config.rounds:
+            yield self.next_round(on_client)
+
+    @torch.no_grad()
+    def next_round(self, on_client: Callable[[int, int], None] | None = None) -> Record:
+        assert self.engine is not None, "use the federation in a with statement"
+        number = self.round + 1
+        sent, chosen = self.sent(), self.sample(number)
+        mean, reports, losses = wire.Mean(), list[Tensors](), wire.Mean()
+        refused, bytes_up = list[Record](), 0
+        with torch.enable_grad():
+            for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
+                reason = answer.error or wire.problem(answer.upload, self.schema)
+                if reason is None:
+                    self._accept(answer.upload, mean, reports, losses)
+                    bytes_up += wire.num_bytes(answer.upload)
+                    if answer.memory:
+                        self.memories[answer.client] = {k: v.clone() for k, v in answer.memory.items()}
+                else:
+                    refused.append({"client": answer.client, "reason": reason})
+                if on_client:
+                    on_client(done, len(chosen))
+        enough = len(reports) >= self.config.min_clients
+        self.stalled = 0 if enough else self.stalled + 1
+        if enough:
+            self._aggregate(number, mean, reports)
+        record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
+        if losses.weight:
+            record["loss"] = {name: float(value) for name, value in losses.result().items()}
+        record["server"] = {name: float(value) for name, value in section(self.state, "log").items()}
+        record |= {"bytes_down": wire.num_bytes(sent) * len(chosen), "bytes_up": bytes_up}
+        if number % self.config.evaluate_every == 0 or number == self.config.rounds:
+            record |= self.evaluate()
+        self.round = number
+        if self.stalled >= self.config.patience:
+            raise FederationStalled(
+                f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads; "
+                f"the last refusal: client {refused[-1]['client']}: {refused[-1]['reason']}"
+            )
+        return record
+
+    def sample(self, number: int) -> list[int]:
+        """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""
+        size = max(1, round(self.config.participation * len(self.clients)))
+        rng = numpy_generator(self.config.seed, "clients", number)
+        chosen = rng.choice(len(self.clients), size=size, replace=False).tolist()
+        return sorted(chosen, key=lambda k: (-self.sizes[k], k))
+
+    def evaluate(self) -> Record:
+        """Accuracies of the current state, as the config asks for them."""
+        assert self.engine is not None
+        tests = self._tests()
+        results = self.engine.evaluate(tests, self.sent(), self.memories)
+        record: Record = {}
+        heads = list(results[0]) if results else []
+        for head in heads:
+            found = [(test, result[head]) for test, result in zip(tests, results, strict=True)]
+            central = [(t.name.removeprefix("server/"), m) for t, m in found if t.name.startswith("server/")]
+            own = {int(t.name.removeprefix("held-out/")): m for t, m in found if t.name.startswith("held-out/")}
+            summary: Record = {}
+            if central:
+                summary["accuracy"] = domain_accuracies(central)
+            if own:
+                scores = {k: accuracy(m) for k, m in own.items()}
+                summary["federated"] = client_summary(scores, {k: int(m.sum()) for k, m in own.items()})
+                summary.setdefault("accuracy", {"AVG": summary["federated"]["mean"]})
+            if head == heads[0]:
+                record |= summary
+            record.setdefault("heads", {})[head] = summary.get("accuracy", {})
+        return record
+
+    def confusions(self) -> dict[str, torch.Tensor]:
+        """The confusion matrix of each server test set under the headline prediction, summed over models."""
+        assert self.engine is not None
+        tests = [test for test in self._tests() if test.name.startswith("server/")]
+        total: dict[str, torch.Tensor] = {}
+        for test, result in zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True):
+            name, matrix = test.name.removeprefix("server/"), next(iter(result.values()))
+            total[name] = total[name] + matrix if name in total else matrix
+        return total
+
+    def snapshot(self) -> tuple[Tensors, Record]:
+        """Everything that the next round depends on."""
+        tensors = {f"model/{name}": value for name, value in self.model.items()}
+        tensors |= {f"state/{name}": value for name, value in self.state.items()}
+        for k, memory in self.memories.items():
+            tensors |= {f"memory/{k}/{name}": value for name, value in memory.items()}
+        return tensors, {"round": self.round, "stalled": self.stalled}
+
+    def restore(self, tensors: Tensors, meta: Record) -> None:
+        self.model, self.state = section(tensors, "model"), section(tensors, "state")
+        owners = {int(name.split("/")[1]) for name in tensors if name.startswith("memory/")}
+        self.memories = {k: section(tensors, f"memory/{k}") for k in sorted(owners)}
+        self.round, self.stalled = meta["round"], meta["stalled"]
+
+    def _accept(self, upload: Tensors, mean: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
+        samples = float(upload["samples"])
+        model = section(upload, "model")
+        classifier = {name: value for name, value in model.items() if name.startswith("classifier.")}
+        mean.add(model, samples if self.config.weights == "samples" else 1.0)
+        losses.add(section(upload, "loss"), samples)
+        report = self.method.decode(section(upload, "report"), classifier)
+        reports.append({name: value.clone() for name, value in (report | {"samples": upload["samples"]}).items()})
+
+    def _aggregate(self, number: int, mean: wire.Mean, reports: list[Tensors]) -> None:
+        averaged = mean.result()
+        stacked = {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
+        rng = generator(self.config.seed, "aggregate", number)
+        with one_thread():
+            self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
+        self.model = averaged | override
+
+    def _rehearse(self) -> None:
+        """One client with two random images, in this process: its upload is the schema that real ones are checked
+        against, and a mistake in a method shows itself here, with its traceback.
+        """
+        rng = generator(self.config.seed, "rehearsal")
+        sample = self.clients[0].train.x[:1]
+        noise = torch.randint(0, 256, (2, *sample.shape[1:]), generator=rng).to(sample.dtype)
+        labels = torch.tensor([0, min(1, self.source.num_classes - 1)])
+        with one_thread():
+            self._upload, self._memory = self.trainer.update_on(Split(noise, labels), 0, 0, self.sent(), {})
+        self.schema = wire.schema_of(self._upload)
+
+    def _test_sets(self) -> dict[str, Split]:
+        sets: dict[str, Split] = {}
+        if self.config.evaluation != "federated":
+            for domain in self.source.domains:
+                sets[f"server/{domain.name}"] = domain.test if self.config.split == "test" else domain.validation
+        if self.config.evaluation != "central":
+            sets |= {f"held-out/{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out)}
+        return sets
+
+    def _tests(self) -> list[Test]:
+        """The global model on every set; or, where models stay with the clients, each on its own domain's."""
+        if self.exchange == "model":
+            return [Test(name) for name in self.trainer.tests]
+        tests = []
+        for k in sorted(self.memories):
+            domain = self.clients[k].domain
+            for name in self.trainer.tests:
+                own = name == f"server/{domain}" or (domain == POOLED and name.startswith("server/"))
+                if own or name == f"held-out/{k}":
+                    tests.append(Test(name, k))
+        return tests
+
+
+def build_net(config: Config, source: Source) -> models.Net:
+    try:
+        return models.build(
+            config.model,
+            source.num_classes,
+            width=config.width if config.model.startswith("resnet") else None,
+            dim=config.dim,
+            stem=config.stem,
+            channels=source.shape[0],
+            image_size=source.shape[-1],
+            seed=seed_for(config.seed, "init"),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def build_transform(config: Config, source: Source) -> Transform:
+    return Transform(source.mean, source.std, source.crop, source.flip, config.augment)

@@ -1,0 +1,65 @@
+"""Files that are whole or not there: atomic writes, and tensors with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+
+class DamagedFile(ValueError):
+    """A file that is not what was written."""
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("FEDHPRO_CACHE") or os.path.expanduser("~/.cache/fedhpro"))
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Readers see the old file or the whole new one, whatever happens on the way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 is for secrets
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
+    """safetensors, with the checksum of the content and whatever else is to be remembered in its header."""
+    owned = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_atomically(path, save(owned, about | {"sha256": checksum(owned)}))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and what was remembered with them; DamagedFile where the content is not what was written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} cannot be read: {error}") from None
+    if checksum(tensors) != about.pop("sha256", None):
+        raise DamagedFile(f"{path} is damaged: its checksum does not fit")
+    return tensors, about

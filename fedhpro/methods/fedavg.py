@@ -1,0 +1,31 @@
+"""Communication-Efficient Learning of Deep Networks from Decentralized Data (FedAvg, AISTATS 2017), and its two bounds.
+
+FedAvg is the base class with nothing changed: cross-entropy at the clients, a weighted mean at the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import Method
+
+
+@dataclass(frozen=True)
+class FedAvg(Method):
+    name = "fedavg"
+
+
+@dataclass(frozen=True)
+class Centralised(FedAvg):
+    """The upper reference: one model trained on the samples of all clients together."""
+
+    name = "centralised"
+    pools_data = True
+
+
+@dataclass(frozen=True)
+class Local(FedAvg):
+    """The lower reference: every client trains alone, and its model is tested on its own domain."""
+
+    name = "local"
+    exchange = "nothing"

@@ -1,0 +1,111 @@
+"""What every model shares: the split into features f and a linear classifier h, and a few small layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Kernel and stride of the first convolution; only "7x7" (the ImageNet stem) is followed by a max-pool.
+STEMS: dict[str, tuple[int, int]] = {"3x3": (3, 1), "3x3/2": (3, 2), "7x7": (7, 2)}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a model is built from. A family ignores the fields that do not concern it (text has no channels)."""
+
+    num_classes: int
+    width: int | None = None  # base filters of a ResNet, embedding size of the textcnn; None: the family's default
+    dim: int | None = None  # feature width asked for; None: whatever the backbone yields
+    pool_to: int | None = None  # average the backbone's feature vector down to this many values
+    stem: str = "3x3"
+    channels: int = 3
+    image_size: int = 32
+    vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stem not in STEMS:
+            raise ValueError(f"unknown stem {self.stem!r}: choose one of {', '.join(STEMS)}")
+
+
+class Dropout(nn.Module):
+    """Dropout whose masks come from `generator`, so that a training loop can seed them; None: the global RNG.
+
+    The mask is drawn on the generator's device: a CPU generator gives the same masks to a model on a GPU.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        device = x.device if self.generator is None else self.generator.device
+        keep = torch.rand(x.shape, generator=self.generator, device=device) >= self.p
+        return x * keep.to(x.device) / (1 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class ConvNorm(nn.Sequential):
+    """Convolution and BatchNorm, without the activation: the caller may want the value before it."""
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, eps: float = 1e-5
+    ) -> None:
+        conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        super().__init__(conv, nn.BatchNorm2d(outputs, eps=eps))
+
+
+def global_average(x: Tensor) -> Tensor:
+    """Mean of each channel's map; what is a vector already stays as it is."""
+    return x.mean((2, 3)) if x.dim() == 4 else x
+
+
+class Net(nn.Module):
+    """A split model: `features` is f, `classify` is h. A family only has to say what its `trunk` computes."""
+
+    def __init__(self, spec: Spec, natural: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        pooled = spec.pool_to or natural
+        self.dim = spec.dim or pooled
+        self.num_classes = spec.num_classes
+        self.pool = nn.Identity() if pooled == natural else nn.AdaptiveAvgPool1d(pooled)
+        self.project = nn.Identity() if self.dim == pooled else nn.Linear(pooled, self.dim)
+        self.dropout = Dropout(dropout)
+        self.classifier = nn.Linear(self.dim, spec.num_classes)
+
+    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """One pass of the backbone: outputs at five depths, each before its last ReLU, and the feature vector."""
+        raise NotImplementedError
+
+    def run_trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        # Images permuted from NHWC carry channels_last strides, on which a convolution's backward can corrupt the
+        # heap on CPU. The view renews the strides of one-channel images, which contiguous() lets pass.
+        depths, vector = self.trunk(x.contiguous().view(x.shape))
+        return depths, self.project(self.pool(vector))
+
+    def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """`stages` and `features` from a single pass."""
+        depths, z = self.run_trunk(x)
+        return [global_average(depth) for depth in depths], z
+
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Globally averaged outputs of the stem and the four stages, each taken before its last ReLU."""
+        return self.stages_and_features(x)[0]
+
+    def features(self, x: Tensor) -> Tensor:
+        """The feature vectors z [n, dim], before dropout."""
+        return self.run_trunk(x)[1]
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Logits [n, num_classes] of feature vectors."""
+        return self.classifier(self.dropout(z))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classify(self.features(x))

@@ -1,0 +1,126 @@
+"""A run on the terminal: live progress while it goes on, a table at its end. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .callbacks import Callback
+from .evaluation import AVG, headline
+
+if TYPE_CHECKING:
+    from .federation import Federation
+    from .runs import Result
+
+SHOWN_ROUNDS = 10
+
+
+class Terminal(Callback):
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live: Live | None = None
+
+    def start(self, federation: Federation, result: Result) -> None:
+        config, clients = federation.config, federation.clients
+        self.history = list(result.history)
+        domains: dict[str, int] = {}
+        for client in clients:
+            domains[client.domain] = domains.get(client.domain, 0) + 1
+        who = ", ".join(f"{count} {name}" for name, count in domains.items())
+        parameters = sum(p.numel() for p in federation.net.parameters())
+        self.console.print(
+            f"[bold]{config.method}[/] on {config.data}: {len(clients)} client{'s' * (len(clients) > 1)} ({who}), "
+            f"{sum(federation.sizes):,} training samples, {config.model} with {parameters:,} parameters, "
+            f"{config.rounds} rounds of {config.local_epochs} epochs, seed {config.seed}",
+            highlight=False,
+        )
+        self.started = time.perf_counter()
+        self.first = federation.round
+        if not self.console.is_terminal:
+            return
+        self.bars = Progress(
+            TextColumn("{task.description:>8}"), BarColumn(bar_width=40), MofNCompleteColumn(),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True),
+            console=self.console, speed_estimate_period=600,
+        )  # fmt: skip
+        self.rounds = self.bars.add_task("rounds", total=config.rounds, completed=federation.round)
+        self.clients = self.bars.add_task("clients", total=len(clients))
+        self.live = Live(self._view(), console=self.console, refresh_per_second=4, transient=True)
+        self.live.start()
+
+    def client(self, round: int, done: int, total: int) -> None:
+        if self.live:
+            self.bars.update(self.clients, completed=done, total=total)
+
+    def round(self, record: dict[str, Any]) -> None:
+        self.history.append(record)
+        for refusal in record["refused"]:
+            print = self.live.console.print if self.live else self.console.print
+            print(f"[yellow]round {record['round']}: client {refusal['client']} refused: {refusal['reason']}[/]")
+        if self.live:
+            self.bars.update(self.rounds, completed=record["round"])
+            self.live.update(self._view())
+        else:
+            seconds = (time.perf_counter() - self.started) / (record["round"] - self.first)
+            self.console.print(f"{_line(record)}  {seconds:.1f} s a round", highlight=False, soft_wrap=True)
+
+    def end(self, result: Result) -> None:
+        if self.live:
+            self.live.stop()
+            self.live = None
+
+    def _view(self) -> Group:
+        return Group(rounds_table(self.history[-SHOWN_ROUNDS:]), self.bars)
+
+
+def rounds_table(history: list[dict[str, Any]]) -> Table:
+    """The last rounds: accuracies, loss terms, and what the server says of itself."""
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table.add_column("round", justify="right")
+    groups = ("accuracy", "loss", "server")
+    keys = [(group, key) for group in groups for key in dict.fromkeys(k for r in history for k in r.get(group, {}))]
+    keys = [(group, key) for group, key in keys if not key.endswith("_start")]
+    for group, key in keys:
+        style = {"accuracy": "green" if key == AVG else "cyan", "loss": "magenta", "server": "yellow"}[group]
+        table.add_column(key, justify="right", style=style)
+    for record in history:
+        cells = [_number(group, record.get(group, {}).get(key)) for group, key in keys]
+        table.add_row(str(record["round"]), *cells)
+    return table
+
+
+def result_table(result: Result) -> Table:
+    """final, best and mean of the last five, per domain and on average."""
+    table = Table(
+        title=f"accuracy in %, {result.config.split} sets" if _central(result) else "accuracy in %, held-out samples"
+    )
+    table.add_column("")
+    keys = list(result.accuracy)
+    for key in keys:
+        table.add_column(key, justify="right", style="bold green" if key == AVG else "")
+    for name, label in (("final", "final round"), ("best", "best round"), ("last5", "mean of last five")):
+        table.add_row(label, *(f"{headline(result.history, key)[name]:.2f}" for key in keys))
+    return table
+
+
+def _central(result: Result) -> bool:
+    return result.config.evaluation != "federated"
+
+
+def _line(record: dict[str, Any]) -> str:
+    parts = [f"round {record['round']:>3}"]
+    parts += [f"{key} {value:.1f}" for key, value in record.get("accuracy", {}).items()]
+    parts += [f"{key} {value:.3g}" for key, value in record.get("loss", {}).items()]
+    parts += [f"{key} {value:.2g}" for key, value in record["server"].items() if not key.endswith("_start")]
+    return "  ".join(parts)
+
+
+def _number(group: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if group == "accuracy" else f"{value:.3g}"

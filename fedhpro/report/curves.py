@@ -1,0 +1,76 @@
+"""Accuracy, loss terms and matching loss over the rounds of one or several runs, as one PNG."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..evaluation import AVG
+from ..files import write_atomically
+
+# colour-blind safe (Okabe and Ito)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8c8c8c")
+
+
+def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = None) -> None:
+    """One run: accuracy per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
+    from matplotlib.figure import Figure  # heavy, and not needed by who only trains
+
+    histories = [_history(run) for run in runs]
+    if len(runs) == 1:
+        history = histories[0]
+        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        accuracy, loss, matching = figure.subplots(1, 3)
+        for name, colour in zip(_keys(history, "accuracy"), COLOURS, strict=False):
+            wide = 2.6 if name == AVG else 1.4
+            _line(accuracy, history, "accuracy", name, "black" if name == AVG else colour, wide)
+        for name, colour in zip(_keys(history, "loss"), COLOURS, strict=False):
+            _line(loss, history, "loss", name, colour, 1.8)
+        for name, colour in zip(_keys(history, "server"), COLOURS, strict=False):
+            _line(matching, history, "server", name, colour, 1.8)
+        _dress(accuracy, "accuracy on the test sets", "%")
+        _dress(loss, "loss terms at the clients", "")
+        loss.set_yscale("log")
+        if _keys(history, "server"):
+            _dress(matching, "gradient matching at the server", "")
+            matching.set_yscale("log")
+        else:
+            matching.set_visible(False)
+    else:
+        figure = Figure(figsize=(6.4, 4), layout="constrained")
+        axes = figure.subplots()
+        labels = names or [run.name for run in runs]
+        for history, label, colour in zip(histories, labels, COLOURS * len(runs), strict=False):
+            _line(axes, history, "accuracy", AVG, colour, 2.0, label)
+        _dress(axes, "mean accuracy of the domains", "%")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    write_atomically(out, buffer.getvalue())
+
+
+def _history(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:
+    return list(dict.fromkeys(key for record in history for key in record.get(group, {})))
+
+
+def _line(
+    axes: Any, history: Sequence[dict[str, Any]], group: str, key: str, colour: str, width: float, label: str = ""
+) -> None:
+    points = [(record["round"], record[group][key]) for record in history if key in record.get(group, {})]
+    axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, label=label or key, marker="o", markersize=2.5)
+
+
+def _dress(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("round")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)

@@ -1,0 +1,283 @@
+"""The run folder: config in, metrics, checkpoints and a model out; and how a run starts, ends and goes on.
+
+config.toml              every key, as validated
+metrics.jsonl            one record a round; the same bytes for the same config on CPU
+timings.jsonl            seconds a round, which are not
+checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
+model.safetensors .json  the global model and how to use it
+server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
+result.json curves.png MODEL_CARD.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from . import __version__
+from . import config as configuration
+from .callbacks import Callback
+from .config import Config, configure
+from .data.sources import Source
+from .errors import ConfigError
+from .evaluation import headline
+from .federation import Federation, Record
+from .files import DamagedFile, load_tensors, save_tensors, write_atomically
+from .methods.base import Tensors
+from .training import copy_into
+
+
+@dataclass
+class Result:
+    """What a run came to. `history` has a record for each round; accuracies are per cent."""
+
+    folder: Path
+    config: Config
+    history: list[Record]
+    status: str  # finished, interrupted, stalled
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Of the last evaluated round: per domain, and AVG, their unweighted mean."""
+        evaluated = [record["accuracy"] for record in self.history if "accuracy" in record]
+        return dict(evaluated[-1]) if evaluated else {}
+
+    @property
+    def headline(self) -> dict[str, Any]:
+        """AVG accuracy: final round, best round, mean of the last five evaluations."""
+        return headline(self.history)
+
+
+def run(
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    source: Source | None = None,
+    **keys: Any,
+) -> Result:
+    """Train, as `fedhpro run` does. Keys may come as a Config, a mapping or keyword arguments."""
+    if isinstance(config, Config):
+        config = config.replace(**keys) if keys else config
+    else:
+        config = configure(**(dict(config or {}) | keys))
+    federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
+    folder = RunFolder.create(config)
+    return _go(federation, folder, [], callbacks)
+
+
+def resume(
+    path: str | Path, *, callbacks: Sequence[Callback] = (), source: Source | None = None, **keys: Any
+) -> Result:
+    """Go on from the newest sound checkpoint, to the metrics of an uninterrupted run. `rounds` may be raised."""
+    folder = RunFolder.open(Path(path))
+    config = configuration.load(folder.path / "config.toml")
+    changed = {
+        name for name, value in configure(**(config.flat() | keys)).flat().items() if value != config.flat()[name]
+    }
+    if forbidden := changed - {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints"}:
+        raise ConfigError(f"{sorted(forbidden)[0]} cannot change in the middle of a run")
+    config = config.replace(**keys)
+    federation = Federation(config, source)
+    tensors, meta = folder.newest_checkpoint()
+    if tensors:
+        federation.restore(tensors, meta)
+    history = folder.rewind(federation.round)
+    if changed:
+        write_atomically(folder.path / "config.toml", config.to_toml())
+    return _go(federation, folder, history, callbacks)
+
+
+def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:
+    config = federation.config
+    result = Result(folder.path, config, history, "running")
+    with federation:
+        for callback in callbacks:
+            callback.start(federation, result)
+
+        def on_client(done: int, total: int) -> None:
+            for callback in callbacks:
+                callback.client(federation.round + 1, done, total)
+
+        try:
+            started = time.perf_counter()
+            for record in federation.rounds(on_client):
+                history.append(record)
+                folder.add_round(record, time.perf_counter() - started)
+                if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
+                    folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
+                for callback in callbacks:
+                    callback.round(record)
+                started = time.perf_counter()
+            result.status = "finished"
+        except KeyboardInterrupt:
+            result.status = "interrupted"
+        except BaseException:
+            result.status = "failed"
+            raise
+        finally:
+            if history:
+                folder.finish(federation, result)
+            for callback in callbacks:
+                callback.end(result)
+    return result
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics, self.timings = path / "metrics.jsonl", path / "timings.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    @classmethod
+    def create(cls, config: Config) -> RunFolder:
+        """A new folder; one that exists must be empty."""
+        path = _new_path(config) if config.out == "auto" else Path(config.out)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / "config.toml").exists():
+                raise ConfigError(f"{path} already holds a run: choose another folder, or `fedhpro resume {path}`")
+            if any(path.iterdir()):
+                raise ConfigError(f"{path} is not empty: choose another folder")
+            write_atomically(path / "config.toml", config.to_toml())
+        except OSError as error:
+            raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from None
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.toml").is_file():
+            raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+        return cls(path)
+
+    def add_round(self, record: Record, seconds: float) -> None:
+        self._append(self.metrics, record)
+        self._append(self.timings, {"round": record["round"], "seconds": round(seconds, 4)})
+
+    def records(self) -> list[Record]:
+        """The metrics so far; a last line that was cut off while it was written is left out."""
+        found: list[Record] = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return found
+
+    def rewind(self, last_round: int) -> list[Record]:
+        """Forget rounds after the checkpoint: they are run again."""
+        kept = [record for record in self.records() if record["round"] <= last_round]
+        for path in (self.metrics, self.timings):
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            write_atomically(path, "".join(line + "\n" for line in lines[: len(kept)]))
+        return kept
+
+    def save_checkpoint(self, tensors: Tensors, meta: Record, keep: int) -> None:
+        path = self.checkpoints / f"round-{meta['round']:06d}.safetensors"
+        save_tensors(path, tensors)
+        write_atomically(
+            path.with_suffix(".json"), json.dumps(meta | {"sha256": _sha256(path), "version": __version__})
+        )
+        for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
+            old.unlink()
+            old.with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def newest_checkpoint(self) -> tuple[Tensors, Record]:
+        """The newest that is whole; nothing where there is none."""
+        for path in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
+            try:
+                meta = json.loads(path.read_text(encoding="utf-8"))
+                tensors, _ = load_tensors(path.with_suffix(".safetensors"))
+                return tensors, meta
+            except (OSError, DamagedFile, json.JSONDecodeError):
+                continue
+        return {}, {}
+
+    def finish(self, federation: Federation, result: Result) -> None:
+        """Everything that a user of the model wants; also after Ctrl-C, from the last finished round."""
+        from .report.curves import draw_curves
+        from .use import write_card
+
+        if federation.exchange == "model":
+            self._save_model(federation)
+        if federation.state:
+            save_tensors(self.path / "server.safetensors", federation.state)
+        write_atomically(self.path / "result.json", json.dumps(self._summary(federation, result), indent=2) + "\n")
+        if result.accuracy:
+            draw_curves([self.path], self.path / "curves.png")
+        write_card(self.path)
+
+    def _summary(self, federation: Federation, result: Result) -> Record:
+        last = result.history[-1]
+        timings = [json.loads(line) for line in self.timings.read_text(encoding="utf-8").splitlines()]
+        return {
+            "status": result.status,
+            "method": result.config.method,
+            "data": result.config.data,
+            "seed": result.config.seed,
+            "rounds": last["round"],
+            "clients": len(federation.clients),
+            "samples": sum(federation.sizes),
+            "final": result.headline,
+            "accuracy": result.accuracy,
+            **({"federated": last["federated"]} if "federated" in last else {}),
+            "bytes_up": sum(record["bytes_up"] for record in result.history),
+            "bytes_down": sum(record["bytes_down"] for record in result.history),
+            "refused": sum(len(record["refused"]) for record in result.history),
+            "seconds": round(sum(timing["seconds"] for timing in timings), 2),
+            "versions": {"fedhpro": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+
+    def _save_model(self, federation: Federation) -> None:
+        config, source, net = federation.config, federation.source, federation.net
+        with torch.no_grad():
+            copy_into(net, federation.model)
+        write_atomically(self.path / "model.safetensors", save(net.state_dict()))
+        about = {
+            "format": 1,
+            "model": {
+                "name": config.model,
+                "num_classes": source.num_classes,
+                "width": config.width if config.model.startswith("resnet") else None,
+                "dim": config.dim,
+                "stem": config.stem,
+                "channels": source.shape[0],
+                "image_size": source.shape[-1],
+            },
+            "classes": list(source.classes),
+            "mean": list(source.mean),
+            "std": list(source.std),
+            "shape": list(source.shape),
+            "sha256": _sha256(self.path / "model.safetensors"),
+        }
+        write_atomically(self.path / "model.json", json.dumps(about, indent=2) + "\n")
+
+    @staticmethod
+    def _append(path: Path, record: Record) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _new_path(config: Config) -> Path:
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{config.data}-seed{config.seed}"
+    path, number = Path("runs") / stem, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{stem}-{number}"
+    return path
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,156 @@
+"""The local round of a client: load, prepare, THE training loop, report. A LocalTrainer serves clients in turn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .client import EVAL_BATCH, LocalClient
+from .data.batches import Transform
+from .data.clients import ClientData
+from .data.sources import Split
+from .methods.base import Method, Tensors
+from .models.base import Net
+from .randomness import generator
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    epochs: int
+    batch_size: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    optimizer: Literal["sgd", "adam"]
+
+
+def train(
+    client: LocalClient, method: Method, frozen: dict[str, Net], settings: LocalSettings, rng: torch.Generator
+) -> tuple[Tensors, Tensors]:
+    """E epochs of local training -> the loss's context, and the mean of each of its terms over the steps."""
+    net, context = client.net, method.prepare(client)
+    optimizer = make_optimizer(net, settings)
+    totals: Tensors = {}
+    steps = 0
+    for number in range(settings.epochs):
+        if number > 0:
+            context = method.refresh(client, context)
+        net.train()
+        for x, y in client.batches(settings.batch_size, rng):
+            terms = step(net, frozen, method, optimizer, x, y, context)
+            totals = {name: totals[name] + value if totals else value for name, value in terms.items()}
+            steps += 1
+    return context, {name: total / steps for name, total in totals.items()}
+
+
+def step(
+    net: Net,
+    frozen: dict[str, Net],
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    y: Tensor,
+    context: Tensors,
+) -> Tensors:
+    terms = method.loss(net, frozen, x, y, context)
+    optimizer.zero_grad()
+    torch.stack(list(terms.values())).sum().backward()
+    optimizer.step()
+    return {name: term.detach() for name, term in terms.items()}
+
+
+def make_optimizer(net: Net, settings: LocalSettings) -> torch.optim.Optimizer:
+    """A new one each round: momentum does not cross rounds."""
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(net.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True)
+    return torch.optim.SGD(
+        net.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
+    )
+
+
+class LocalTrainer:
+    """A net with everything that training and testing of any client need; engines keep one per process."""
+
+    def __init__(
+        self,
+        net: Net,
+        method: Method,
+        exchange: str,
+        settings: LocalSettings,
+        transform: Transform,
+        clients: Sequence[ClientData],
+        tests: dict[str, Split],
+        seed: int,
+    ) -> None:
+        self.net, self.method, self.exchange, self.settings = net, method, exchange, settings
+        self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
+        self.initial = {name: value.clone() for name, value in model_tensors(net).items()}
+        self.frozen = {name: copy.deepcopy(net).requires_grad_(False).eval() for name in method.frozen}
+
+    def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+        """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
+        return self.update_on(self.clients[k].train, round, k, received, memory)
+
+    def update_on(self, data: Split, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+        self.load(received, memory)
+        extras = section(received, "extra")
+        client = LocalClient(self.net, data, self.transform, extras, memory, generator(self.seed, "client", round, k))
+        self.net.dropout.generator = generator(self.seed, "dropout", round, k)
+        rng = generator(self.seed, "batches", round, k)
+        context, losses = train(client, self.method, self.frozen, self.settings, rng)
+        with torch.no_grad():
+            report = self.method.report(client, context)
+            remembered = self.method.remember(client, report)
+        state = model_tensors(self.net)
+        upload = {f"model/{name}": state[name].clone() for name in state if travels(name, self.exchange)}
+        upload |= {f"report/{name}": value.clone() for name, value in report.items()}
+        upload |= {f"loss/{name}": value for name, value in losses.items()}
+        upload["samples"] = torch.tensor(len(data))
+        private = {f"net/{name}": state[name].clone() for name in state if not travels(name, self.exchange)}
+        return upload, remembered | private
+
+    @torch.no_grad()
+    def evaluate(self, test: str, received: Tensors, memory: Tensors) -> Tensors:
+        """For each way to predict, the confusion matrix [C, C] (true, predicted) on a test set."""
+        self.load(received, memory)
+        self.net.eval()
+        extras, split, C = section(received, "extra"), self.tests[test], self.net.num_classes
+        counts: Tensors = {}
+        for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
+            for name, logits in self.method.predict(self.net, self.transform.plain(x), extras).items():
+                found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
+                counts[name] = counts[name] + found if name in counts else found
+        return {name: count.reshape(C, C) for name, count in counts.items()}
+
+    @torch.no_grad()
+    def load(self, received: Tensors, memory: Tensors) -> None:
+        """The received part of the model, and the client's own part, or the common start before its first round."""
+        source = self.initial | section(memory, "net") | section(received, "model")
+        copy_into(self.net, source)
+        for name, net in self.frozen.items():
+            copy_into(net, source | section(memory, name))
+
+
+def travels(name: str, exchange: str) -> bool:
+    """Whether that tensor of the model is exchanged."""
+    return exchange == "model" or (exchange == "classifier" and name.startswith("classifier."))
+
+
+def model_tensors(net: Net) -> Tensors:
+    """Parameters and BatchNorm statistics, alive; without num_batches_tracked, which is a count and not averaged."""
+    return {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
+
+
+def copy_into(net: Net, source: Tensors) -> None:
+    for name, value in model_tensors(net).items():
+        value.copy_(source[name])
+
+
+def section(tensors: Tensors, prefix: str) -> Tensors:
+    """The tensors under a prefix, without it."""
+    return {name[len(prefix) + 1 :]: value for name, value in tensors.items() if name.startswith(f"{prefix}/")}

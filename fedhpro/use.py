@@ -1,0 +1,468 @@
+"""A trained model is for use: load it from its run folder, predict images, export it for other programs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import hashlib
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save_file
+from torch import Tensor, nn
+
+from . import models
+
+FORMAT = 1  # of model.json
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # taken from folders
+PATH_COLUMNS = {"path", "file", "filename", "image"}
+MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
+SMALLEST_SIDE = 8  # of pictures in CSV rows: without it, any single number would be a picture of one pixel
+TOLERANCE = 1e-4  # between the probabilities of a model and of its export
+
+AnyPath = str | os.PathLike[str]
+Shape = tuple[int, int, int]  # channels, height, width
+
+
+class RunError(ValueError):
+    """A run or input that cannot be used: one sentence that says what, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    name: str  # the file, or file:row for a row of pixels
+    label: str
+    probability: float
+    probabilities: dict[str, float]  # of the most probable classes, best first
+
+
+class Predictor(nn.Module):
+    """From images to probabilities [n, C]; normalisation and softmax are inside.
+
+    Images are float [n, *shape] from 0 to 255, not 0 to 1; uint8 is accepted and converted.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, net: models.Net, about: dict[str, Any]) -> None:
+        super().__init__()
+        channels, height, width = about["shape"]
+        self.net = net
+        self.about = about  # model.json
+        self.classes: tuple[str, ...] = tuple(about["classes"])
+        self.shape: Shape = (channels, height, width)
+        mean, std = (torch.tensor(about[name])[:, None, None] for name in ("mean", "std"))
+        self.register_buffer("scale", 1 / (255 * std))
+        self.register_buffer("shift", mean / std)
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not torch.jit.is_tracing() and tuple(images.shape[1:]) != self.shape:
+            raise ValueError(f"images must be [n, {', '.join(map(str, self.shape))}], not {list(images.shape)}")
+        logits: Tensor = self.net(torch.addcmul(-self.shift, images.float(), self.scale))
+        return logits.softmax(1)
+
+
+# --- the model of a run ------------------------------------------------------------------------------------------
+
+
+def load_model(run: AnyPath) -> Predictor:
+    """The final global model of a run folder, in eval mode."""
+    folder = Path(run)
+    _require_model(folder)
+    about, content = read_json(folder / "model.json"), (folder / "model.safetensors").read_bytes()
+    if about.get("format") != FORMAT:
+        raise RunError(
+            f"{folder}/model.json has format {about.get('format')}, not {FORMAT}: use the fedhpro it is from"
+        )
+    if hashlib.sha256(content).hexdigest() != about.get("sha256"):
+        raise RunError(f"{folder}/model.safetensors is damaged, its checksum does not fit: copy or train it again")
+    if len(about.get("shape", ())) != 3:
+        raise RunError(f"the model in {folder} does not take images: use it from Python with fedhpro.models.build")
+    try:
+        net = models.build(**about["model"])
+        net.load_state_dict(load(content))
+        predictor = Predictor(net, about)
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"{folder}/model.json does not describe model.safetensors: {reason}") from None
+    if len(set(predictor.classes)) != net.num_classes:
+        raise RunError(f"{folder}/model.json must name {net.num_classes} different classes")
+    return predictor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read, copy it again or train again: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is not a JSON object: copy it again or train again")
+    return content
+
+
+def _require_model(folder: Path) -> None:
+    if not folder.exists():
+        raise RunError(f"there is no run folder {folder}: give one that `fedhpro run` wrote")
+    if (folder / "model.safetensors").is_file() and (folder / "model.json").is_file():
+        return
+    if (folder / "result.json").is_file() and read_json(folder / "result.json").get("status") == "finished":
+        raise RunError(f"the run in {folder} has no global model, its models stay with the clients: use another method")
+    if any((folder / name).is_file() for name in ("result.json", "config.toml", "metrics.jsonl")):
+        raise RunError(f"the run in {folder} is unfinished and has no model yet: finish it first")
+    raise RunError(f"{folder} is not a run folder: give one that `fedhpro run` wrote")
+
+
+# --- images ------------------------------------------------------------------------------------------------------
+
+
+def read_images(paths: AnyPath | Iterable[AnyPath], shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    """Name and uint8 tensor of one image after the other, brought to `shape`.
+
+    A path is an image file, a folder (its image files, recursively and sorted) or a CSV file. A CSV file has a column
+    path, file, filename or image, relative to its own folder; or each row is a picture: 0 to 255, grey or colour
+    (all red values, then green, then blue), of the model's shape or any square; a label column is ignored.
+    """
+    for path in [Path(paths)] if isinstance(paths, str | os.PathLike) else map(Path, paths):
+        if path.is_dir():
+            yield from _read_folder(path, shape)
+        elif path.suffix.lower() == ".csv" and path.is_file():
+            yield from _read_csv(path, shape)
+        else:
+            yield str(path), _read_image(path, shape)
+
+
+def _read_folder(folder: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    empty = True
+    for file in _image_files(folder):
+        empty = False
+        yield str(file), _read_image(file, shape)
+    if empty:
+        raise RunError(f"there are no images in {folder}: it needs files ending in {', '.join(SUFFIXES)}")
+
+
+def _image_files(folder: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise RunError(f"the folder {folder} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        if entry.name.startswith("."):  # such as the ._ files that macOS leaves beside images
+            continue
+        if entry.is_dir() and not entry.is_symlink():  # a link could lead round in circles
+            yield from _image_files(entry)
+        elif entry.suffix.lower() in SUFFIXES and entry.is_file():
+            yield entry
+
+
+def _read_image(path: Path, shape: Shape) -> Tensor:
+    if not path.is_file():
+        raise RunError(f"there is no image {path}: check the path")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path, formats=_safe_formats()) as image:
+                return _to_tensor(ImageOps.exif_transpose(image), shape)
+    except RunError as error:
+        raise RunError(f"the image {path} cannot be used: {error}") from None
+    except Exception as error:  # what decoders raise on hostile files is not limited to what Pillow documents
+        raise RunError(f"the image {path} cannot be read, repair or remove it: {error}") from None
+
+
+def _safe_formats() -> list[str]:
+    Image.init()
+    return [name for name in Image.OPEN if name != "EPS"]  # a program, which Pillow would let Ghostscript run
+
+
+def _to_tensor(image: Image.Image, shape: Shape) -> Tensor:
+    channels, height, width = shape
+    if channels not in MODES:
+        raise RunError(f"the model takes {channels} channels: only grey and colour images are supported")
+    image = _eight_bits(image).convert(MODES[channels])
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BICUBIC)  # Pillow's filters are antialiased
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, channels).permute(2, 0, 1).contiguous()
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Where Pillow's own conversion would clip bright pixels or uncover what is transparent."""
+    if image.mode.startswith("I;16"):
+        return image.convert("F").point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    if image.mode in ("I", "F"):
+        raise RunError("it has 32 bits per pixel and no known range: save it with 8 or 16")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image
+
+
+# --- CSV files ---------------------------------------------------------------------------------------------------
+
+
+def _read_csv(path: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = ((number, row) for number, row in enumerate(csv.reader(file), start=1) if row)
+            first = next(rows, None)
+            if first is None:
+                raise RunError(f"{path} is empty: it needs a column of paths or rows of pixels")
+            number, names = first
+            read = _row_reader(path, names, shape)
+            empty = True
+            for number, row in rows if _is_header(names) else itertools.chain([first], rows):
+                empty = False
+                if len(row) != len(names):
+                    raise RunError(f"row {number} of {path} has {len(row)} values, not {len(names)}: repair it")
+                yield read(number, row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunError(f"{path} cannot be read after row {number}, repair it: {error}") from None
+    if empty:
+        raise RunError(f"{path} has a header but no rows: add some")
+
+
+def _row_reader(path: Path, first: list[str], shape: Shape) -> Callable[[int, list[str]], tuple[str, Tensor]]:
+    """How to read the rows of a CSV file, from its first one."""
+    names = [name.strip().lower() for name in first] if _is_header(first) else []
+    for column, name in enumerate(names):
+        if name in PATH_COLUMNS:
+            return lambda number, row: _listed_image(path, number, row[column], shape)
+    columns = [column for column in range(len(first)) if not names or names[column] != "label"]
+    size = _picture_size(len(columns), shape)
+    if size is None and not names:  # MNIST as CSV has no header and its label first
+        columns = columns[1:]
+        size = _picture_size(len(columns), shape)
+    if size is None:
+        raise RunError(
+            f"{path} has no usable columns: name one of them path, file, filename or image, "
+            f"or give each row {_wanted(shape)} pixels, not {len(first) - names.count('label')}"
+        )
+    found = size
+    return lambda number, row: (f"{path}:{number}", _pixels(path, number, [row[c] for c in columns], found, shape))
+
+
+def _is_header(row: list[str]) -> bool:
+    """Whether no cell is a number: a broken number in a row of pixels does not make that row a header."""
+    return not any(_number(cell) is not None for cell in row)
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _listed_image(path: Path, number: int, listed: str, shape: Shape) -> tuple[str, Tensor]:
+    try:
+        return listed, _read_image(path.parent / listed.strip(), shape)
+    except RunError as error:
+        raise RunError(f"row {number} of {path}: {error}") from None
+
+
+def _picture_size(count: int, shape: Shape) -> Shape | None:
+    channels, height, width = shape
+    for depth in {channels, 1}:
+        if count == depth * height * width:
+            return depth, height, width
+    for depth in MODES:
+        side = math.isqrt(count // depth)
+        if count == depth * side * side and side >= SMALLEST_SIDE:
+            return depth, side, side
+    return None
+
+
+def _wanted(shape: Shape) -> str:
+    channels, height, width = shape
+    own = [f"{height * width}"] + [f"{channels * height * width}"] * (channels > 1)
+    return f"{' or '.join(own)} (or another square, grey or colour)"
+
+
+def _pixels(path: Path, number: int, cells: list[str], size: Shape, shape: Shape) -> Tensor:
+    values = [_number(cell) for cell in cells]
+    for cell, value in zip(cells, values, strict=True):
+        if value is None or not 0 <= value <= 255 or value != int(value):
+            raise RunError(f"row {number} of {path} has {cell[:20]!r}: pixels must be whole numbers from 0 to 255")
+    depth, height, width = size
+    planes = torch.tensor(values).to(torch.uint8).view(depth, height * width)
+    bands = [Image.frombytes("L", (width, height), bytes(plane.tolist())) for plane in planes]
+    return _to_tensor(Image.merge(MODES[depth], bands), shape)
+
+
+# --- predictions -------------------------------------------------------------------------------------------------
+
+
+def predict(run: AnyPath, paths: AnyPath | Iterable[AnyPath], top: int = 3, batch: int = 64) -> Iterator[Prediction]:
+    """A prediction for each image of `read_images`, in its order; never more than a batch of them is in memory."""
+    if top < 1 or batch < 1:
+        raise RunError(f"top={top} and batch={batch} must be at least 1")
+    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not paths:
+        raise RunError("there is nothing to predict: give images, folders or CSV files")
+    return _predictions(load_model(run), paths, top, batch)  # a run that cannot be used is refused here, at the call
+
+
+def _predictions(predictor: Predictor, paths: list[AnyPath], top: int, batch: int) -> Iterator[Prediction]:
+    images = read_images(paths, predictor.shape)
+    while read := list(itertools.islice(images, batch)):
+        probabilities = predictor(torch.stack([image for _, image in read]))
+        best = probabilities.topk(min(top, len(predictor.classes)))
+        for (name, _), values, indices in zip(read, best.values.tolist(), best.indices.tolist(), strict=True):
+            found = {predictor.classes[index]: value for index, value in zip(indices, values, strict=True)}
+            label = next(iter(found))
+            yield Prediction(name, label, found[label], found)
+
+
+# --- exports -----------------------------------------------------------------------------------------------------
+
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file: how a Predictor is written to it, and read back as a function of images."""
+
+    suffix: str
+    save: Callable[[Predictor, Path], None]
+    load: Callable[[Predictor, Path], Call]
+    needs: tuple[str, ...] = ()  # packages of the extra `onnx`
+
+
+def export(run: AnyPath, out: AnyPath, format: str, overwrite: bool = False) -> Path:
+    """Write a run's model to the file `out`, which is only there when it has been read back and gave the same.
+
+    safetensors holds the weights of the network. The other formats hold the whole Predictor: float images from 0 to
+    255 in, probabilities out, for any number of images. All carry model.json, and with it the names of the classes.
+    """
+    target = Path(out)
+    if format not in FORMATS:
+        raise RunError(f"there is no format {format!r}: choose one of {', '.join(FORMATS)}")
+    if target.is_dir():
+        raise RunError(f"{target} is a folder: name a file, such as {target / 'model'}{FORMATS[format].suffix}")
+    if target.exists() and not overwrite:
+        raise RunError(f"{target} exists already: choose another name or allow it to be overwritten")
+    if missing := [name for name in FORMATS[format].needs if importlib.util.find_spec(name) is None]:
+        raise RunError(f"{format} needs {' and '.join(missing)}: pip install fedhpro[onnx]")
+    predictor = load_model(run)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder, _quiet():
+            file = Path(folder) / f"model{FORMATS[format].suffix}"  # torch asks for its own suffixes
+            FORMATS[format].save(predictor, file)
+            _verify(FORMATS[format].load(predictor, file), predictor, target)
+            os.replace(file, target)
+    except OSError as error:
+        raise RunError(f"{target} cannot be written: {error.strerror or error}") from None
+    return target
+
+
+def _verify(exported: Call, predictor: Predictor, target: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for n in (1, 3):  # neither is the two images that it was made with
+        images = 255 * torch.rand(n, *predictor.shape, generator=rng)
+        if not torch.allclose(exported(images), predictor(images), rtol=0, atol=TOLERANCE):
+            raise RunError(f"the export to {target} gave other probabilities than the model, nothing was written: "
+                           "choose another format")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's words on its own deprecations, and on packages that this export does not need."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _example(predictor: Predictor) -> Tensor:
+    return torch.zeros(2, *predictor.shape)  # torch.export would take a batch of one for a constant
+
+
+def _about(predictor: Predictor) -> dict[str, str]:
+    return {"model.json": json.dumps(predictor.about)}
+
+
+def _save_safetensors(predictor: Predictor, path: Path) -> None:
+    save_file(predictor.net.state_dict(), path, metadata=_about(predictor))
+
+
+def _load_safetensors(predictor: Predictor, path: Path) -> Call:
+    loaded = copy.deepcopy(predictor)
+    loaded.net.load_state_dict(load_file(path))
+    return loaded
+
+
+def _save_torchscript(predictor: Predictor, path: Path) -> None:
+    traced = torch.jit.trace(predictor, _example(predictor), check_trace=False)
+    torch.jit.save(traced, str(path), _extra_files=_about(predictor))
+
+
+def _load_torchscript(_: Predictor, path: Path) -> Call:
+    loaded: Call = torch.jit.load(str(path))
+    return loaded
+
+
+def _any_batch() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch")},)
+
+
+def _save_torch_export(predictor: Predictor, path: Path) -> None:
+    program = torch.export.export(predictor, (_example(predictor),), dynamic_shapes=_any_batch())
+    torch.export.save(program, path, extra_files=_about(predictor))
+
+
+def _load_torch_export(_: Predictor, path: Path) -> Call:
+    return torch.export.load(path).module()
+
+
+def _save_onnx(predictor: Predictor, path: Path) -> None:
+    program = torch.onnx.export(
+        predictor,
+        (_example(predictor),),
+        input_names=["images"],
+        output_names=["probabilities"],
+        dynamo=True,
+        dynamic_shapes=_any_batch(),
+        verbose=False,
+    )
+    assert program is not None  # only the old exporter returns nothing
+    program.model.metadata_props.update(_about(predictor))
+    program.save(path, external_data=False)  # one file, which can be moved as a whole
+
+
+def _load_onnx(_: Predictor, path: Path) -> Call:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+FORMATS = {
+    "safetensors": Format(".safetensors", _save_safetensors, _load_safetensors),
+    "torchscript": Format(".pt", _save_torchscript, _load_torchscript),
+    "torch-export": Format(".pt2", _save_torch_export, _load_torch_export),
+    "onnx": Format(".onnx", _save_onnx, _load_onnx, needs=("onnx", "onnxscript", "onnxruntime")),
+}
