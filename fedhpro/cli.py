@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .config import PRESETS, Config, configure, describe_type, method_keys, method_types, parse
+from .config import PRESETS, Config, configure, describe_type, method_keys, method_notes, method_types, parse
 from .errors import ConfigError, UserError
 
 app = typer.Typer(
@@ -47,27 +47,27 @@ def run(
         str | None, typer.Option(help="fedhpro, fedavg, ... (see: fedhpro methods)", rich_help_panel="What")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="The data source. [default: digits-lite]", rich_help_panel="What")
+        str | None, typer.Option(help="The data source. \\[default: digits-lite]", rich_help_panel="What")
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(help="paper or released: the settings of the paper, of its code.", rich_help_panel="What"),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Communication rounds. [default: 15]", rich_help_panel="How")
+        int | None, typer.Option(help="Communication rounds. \\[default: 15]", rich_help_panel="How")
     ] = None,
     local_epochs: Annotated[
-        int | None, typer.Option(help="Epochs of a client in a round. [default: 5]", rich_help_panel="How")
+        int | None, typer.Option(help="Epochs of a client in a round. \\[default: 5]", rich_help_panel="How")
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the clients. [default: 0.01]", rich_help_panel="How")
+        float | None, typer.Option(help="Learning rate of the clients. \\[default: 0.03]", rich_help_panel="How")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Same seed, same numbers. [default: 0]", rich_help_panel="How")
+        int | None, typer.Option(help="Same seed, same numbers. \\[default: 0]", rich_help_panel="How")
     ] = None,
     out_folder: Annotated[
         Path | None,
-        typer.Option("--out", help="Run folder. [default: a new one under runs/]", rich_help_panel="Output"),
+        typer.Option("--out", help="Run folder. \\[default: a new one under runs/]", rich_help_panel="Output"),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -123,7 +123,7 @@ def compare(
         bool, typer.Option(help="Beside FedHPro, its control with frozen hyper-prototypes (M=0).")
     ] = True,
     out_folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder of all runs. [default: a new one under runs/]")
+        Path | None, typer.Option("--out", help="Folder of all runs. \\[default: a new one under runs/]")
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -174,7 +174,7 @@ def predict(
         else:
             ranking = "  ".join(f"{name} {p:.3f}" for name, p in found.probabilities.items())
             out.print(
-                f"{found.name}  [bold green]{escape(found.label)}[/]  {escape(ranking)}",
+                f"{escape(found.name)}  [bold green]{escape(found.label)}[/]  {escape(ranking)}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -184,7 +184,7 @@ def predict(
 def export(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
     format: Annotated[str, typer.Option(help="safetensors, torchscript, torch-export or onnx.")] = "safetensors",
-    out_file: Annotated[Path | None, typer.Option("--out", help="The file. [default: in the run folder]")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="The file. \\[default: in the run folder]")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a trained model for other programs, and check the file against the model."""
@@ -209,11 +209,11 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
     configure(method=name)  # says which name is closest
     out.print(f"[bold]{name}[/]: {escape(_about(METHODS[name]))}")
     table = Table(box=None)
-    for title in ("key", "default", "allowed"):
+    for title in ("key", "default", "allowed", "meaning"):
         table.add_column(title)
-    types = method_types(name)
+    types, notes = method_types(name), method_notes(name)
     for key, default in method_keys(name).items():
-        table.add_row(key, str(default), describe_type(types[key]))
+        table.add_row(key, str(default), describe_type(types[key]), escape(notes[key]))
     out.print(table)
 
 
@@ -279,10 +279,11 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     else:
         out.print(result_table(result))
         out.print(f"run folder: {result.folder}", highlight=False)
-        out.print(
-            f"  curves.png, MODEL_CARD.md, model.safetensors; try: fedhpro predict {result.folder} IMAGE",
-            highlight=False,
-        )
+        files = [
+            name for name in ("curves.png", "MODEL_CARD.md", "model.safetensors") if (result.folder / name).exists()
+        ]
+        hint = f"; try: fedhpro predict {result.folder} IMAGE" if "model.safetensors" in files else ""
+        out.print(f"  {', '.join(files)}{hint}", highlight=False)
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
         raise typer.Exit(130)
@@ -306,9 +307,9 @@ def _print_keys(config: Config) -> None:
         if name != "parameters":
             table.add_row(name, str(getattr(config, name)), describe_type(field.annotation), field.description)
     table.add_section()
-    types = method_types(config.method)
+    types, notes = method_types(config.method), method_notes(config.method)
     for name, value in config.parameters.items():
-        table.add_row(name, str(value), describe_type(types[name]), f"of {config.method}")
+        table.add_row(name, str(value), describe_type(types[name]), escape(notes[name]))
     table.add_row("preset", "", "|".join(PRESETS), "sets method, training, model and partition keys together")
     out.print(table)
 

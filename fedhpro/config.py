@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import inspect
+import json
+import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,7 +54,7 @@ class Config(BaseModel):
     # local training
     local_epochs: int = Field(5, ge=1, description="epochs E of a client in a round")
     batch_size: int = Field(16, ge=2, description="samples in a batch B")
-    lr: float = Field(0.01, gt=0, description="learning rate of the clients")
+    lr: float = Field(0.03, gt=0, description="learning rate of the clients")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(1e-5, ge=0, description="weight decay")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of the clients, new in each round")
@@ -85,9 +90,10 @@ class Config(BaseModel):
         return METHODS[self.method](**self.parameters)
 
     def replace(self, **keys: Any) -> Config:
-        """The same config with other keys; a new method starts from its own defaults."""
-        before = self.flat()
-        if keys.get("method", self.method) != self.method:
+        """The same config with other keys, those of a preset among them; a new method starts from its own defaults."""
+        preset = PRESETS.get(str(keys.get("preset")), {})
+        before = {name: value for name, value in self.flat().items() if name not in preset}
+        if keys.get("method", preset.get("method", self.method)) != self.method:
             before = {name: value for name, value in before.items() if name not in self.parameters}
         return configure(**(before | keys))
 
@@ -107,15 +113,15 @@ def configure(**keys: Any) -> Config:
     """A config from any keys: a preset first, then these; whatever is left has its default."""
     preset = keys.pop("preset", None)
     if preset is not None:
-        if preset not in PRESETS:
-            raise ConfigError(f"there is no preset {preset!r}{_closest(preset, PRESETS)}")
+        if preset not in list(PRESETS):  # of a list: what a TOML file holds need not be hashable
+            raise ConfigError(f"there is no preset {preset!r}{_closest(str(preset), PRESETS)}")
         chosen = dict(PRESETS[preset])
         if keys.get("method", chosen["method"]) != chosen["method"]:  # its training and model keys still hold
             own = method_keys(chosen["method"])
             chosen = {name: value for name, value in chosen.items() if name not in own}
         keys = chosen | keys
     method = keys.get("method", Config.model_fields["method"].default)
-    if method not in METHODS:
+    if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{_closest(str(method), METHODS)}")
     own = method_keys(method)
     known = [name for name in Config.model_fields if name != "parameters"]
@@ -123,17 +129,21 @@ def configure(**keys: Any) -> Config:
         if name not in known and name not in own:
             raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
     for name, allowed in (("data", SOURCES), ("model", MODELS), ("stem", STEMS)):
-        if name in keys and keys[name] not in allowed:
+        if name in keys and keys[name] not in list(allowed):
             raise ConfigError(f"there is no {name} {keys[name]!r}{_closest(str(keys[name]), allowed)}")
     keys = {name: None if value == "none" else value for name, value in keys.items()}
     try:
         parameters = {name: value for name, value in keys.items() if name in own}
         checked = TypeAdapter(METHODS[method]).validate_python(parameters)
-        return Config(
+        config = Config(
             **{name: value for name, value in keys.items() if name not in own}, parameters=dataclasses.asdict(checked)
         )
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from None
+    for name, value in config.flat().items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name}={value}: input should be a finite number")
+    return config
 
 
 def method_keys(method: str) -> dict[str, Any]:
@@ -144,6 +154,17 @@ def method_keys(method: str) -> dict[str, Any]:
 def method_types(method: str) -> dict[str, Any]:
     hints = get_type_hints(METHODS[method], include_extras=False)
     return {name: hints[name] for name in method_keys(method)}
+
+
+def method_notes(method: str) -> dict[str, str]:
+    """What the comment behind each hyper-parameter says: the method's file is where it is explained."""
+    notes = dict.fromkeys(method_keys(method), "")
+    for cls in reversed(METHODS[method].__mro__[:-1]):
+        with contextlib.suppress(OSError):  # a class typed into a shell has no file
+            for name, note in re.findall(r"^ {4}(\w+): .+  # (.+)$", inspect.getsource(cls), flags=re.MULTILINE):
+                if name in notes:
+                    notes[name] = note
+    return notes
 
 
 def describe_type(hint: Any) -> str:
@@ -170,11 +191,12 @@ def parse(arguments: Iterable[str]) -> dict[str, Any]:
 
 def load(path: Path) -> Config:
     """The config of a run folder or of a TOML file."""
+    path = path / "config.toml" if path.is_dir() else path
     try:
         return configure(**tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"there is no config at {path}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -192,7 +214,9 @@ def _unknown(name: str, method: str, known: list[str]) -> str:
     others = [other for other in METHODS if name in method_keys(other)]
     if others:
         return f"{name!r} is a key of method {others[0]}, and this run's method is {method}"
-    return f"there is no key {name!r}{_closest(name, known)}; `fedhpro run --keys` lists all"
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f": did you mean {found[0]!r}? " if found else "; "
+    return f"there is no key {name!r}{hint}`fedhpro run --keys` lists all"
 
 
 def _closest(name: str, allowed: Iterable[str]) -> str:
@@ -204,8 +228,8 @@ def _closest(name: str, allowed: Iterable[str]) -> str:
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "config"
-    given = first.get("input")
-    reason = first["msg"][0].lower() + first["msg"][1:].removesuffix(", unable to parse string as an integer")
+    given = "none" if first["input"] is None else " ".join(str(first["input"]).split())[:80]
+    reason = first["msg"][0].lower() + first["msg"][1:].partition(", unable to")[0]
     return f"{name}={given}: {reason}"
 
 
@@ -218,5 +242,5 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + " }"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
+    text = json.dumps(str(value), ensure_ascii=False)  # TOML escapes what JSON does, and DEL
+    return text.replace("\x7f", "\\u007f")

@@ -124,7 +124,7 @@ class Federation:
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
         if losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
-        record["server"] = {name: float(value) for name, value in section(self.state, "log").items()}
+        record["server"] = {name: float(value) for name, value in sorted(section(self.state, "log").items())}
         record |= {"bytes_down": wire.num_bytes(sent) * len(chosen), "bytes_up": bytes_up}
         if number % self.config.evaluate_every == 0 or number == self.config.rounds:
             record |= self.evaluate()
@@ -190,6 +190,7 @@ class Federation:
         self.memories = {k: section(tensors, f"memory/{k}") for k in sorted(owners)}
         self.round, self.stalled = meta["round"], meta["stalled"]
 
+    @torch.no_grad()
     def _accept(self, upload: Tensors, mean: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
         samples = float(upload["samples"])
         model = section(upload, "model")

@@ -45,7 +45,7 @@ class Result:
     folder: Path
     config: Config
     history: list[Record]
-    status: str  # finished, interrupted, stalled
+    status: str  # running, finished, interrupted, failed
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -82,9 +82,7 @@ def resume(
     """Go on from the newest sound checkpoint, to the metrics of an uninterrupted run. `rounds` may be raised."""
     folder = RunFolder.open(Path(path))
     config = configuration.load(folder.path / "config.toml")
-    changed = {
-        name for name, value in configure(**(config.flat() | keys)).flat().items() if value != config.flat()[name]
-    }
+    changed = {name for name, value in config.replace(**keys).flat().items() if value != config.flat().get(name)}
     if forbidden := changed - {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints"}:
         raise ConfigError(f"{sorted(forbidden)[0]} cannot change in the middle of a run")
     config = config.replace(**keys)
@@ -122,14 +120,13 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
             result.status = "finished"
         except KeyboardInterrupt:
             result.status = "interrupted"
-        except BaseException:
-            result.status = "failed"
-            raise
         finally:
-            if history:
-                folder.finish(federation, result)
+            if result.status == "running":  # on its way out with an error; metrics and checkpoints are in the folder
+                result.status = "failed"
             for callback in callbacks:
                 callback.end(result)
+        if history:
+            folder.finish(federation, result)
     return result
 
 
@@ -242,7 +239,11 @@ class RunFolder:
         config, source, net = federation.config, federation.source, federation.net
         with torch.no_grad():
             copy_into(net, federation.model)
-        write_atomically(self.path / "model.safetensors", save(net.state_dict()))
+        state = net.state_dict()
+        for name, value in state.items():
+            if name.endswith("num_batches_tracked"):  # steps of this process, not of the federation
+                state[name] = torch.zeros_like(value)
+        write_atomically(self.path / "model.safetensors", save(state))
         about = {
             "format": 1,
             "model": {

@@ -26,20 +26,34 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
 from . import models
+from .card import write_card
+from .errors import RunError
+
+__all__ = [
+    "FORMATS",
+    "Prediction",
+    "Predictor",
+    "RunError",
+    "export",
+    "load_model",
+    "predict",
+    "read_images",
+    "write_card",
+]
 
 FORMAT = 1  # of model.json
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # taken from folders
+RUN_FILES = {"model.safetensors", "model.json", "server.safetensors", "config.toml", "result.json"}
+RUN_FILES |= {"metrics.jsonl", "timings.jsonl", "curves.png", "MODEL_CARD.md"}
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # in folders
 PATH_COLUMNS = {"path", "file", "filename", "image"}
+NOT_PIXELS = {"label", ""}  # pandas leaves the name of its index empty
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 SMALLEST_SIDE = 8  # of pictures in CSV rows: without it, any single number would be a picture of one pixel
 TOLERANCE = 1e-4  # between the probabilities of a model and of its export
 
 AnyPath = str | os.PathLike[str]
+Paths = AnyPath | Iterable[AnyPath]
 Shape = tuple[int, int, int]  # channels, height, width
-
-
-class RunError(ValueError):
-    """A run or input that cannot be used: one sentence that says what, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +99,12 @@ def load_model(run: AnyPath) -> Predictor:
     """The final global model of a run folder, in eval mode."""
     folder = Path(run)
     _require_model(folder)
-    about, content = read_json(folder / "model.json"), (folder / "model.safetensors").read_bytes()
+    about, content = read_json(folder / "model.json"), _read_bytes(folder / "model.safetensors")
     if about.get("format") != FORMAT:
-        raise RunError(
-            f"{folder}/model.json has format {about.get('format')}, not {FORMAT}: use the fedhpro it is from"
-        )
+        raise RunError(f"{folder}/model.json has format {about.get('format')}, not {FORMAT}: update fedhpro")
     if hashlib.sha256(content).hexdigest() != about.get("sha256"):
         raise RunError(f"{folder}/model.safetensors is damaged, its checksum does not fit: copy or train it again")
-    if len(about.get("shape", ())) != 3:
+    if not isinstance(about.get("shape"), list) or len(about["shape"]) != 3:
         raise RunError(f"the model in {folder} does not take images: use it from Python with fedhpro.models.build")
     try:
         net = models.build(**about["model"])
@@ -109,12 +121,19 @@ def load_model(run: AnyPath) -> Predictor:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a run."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read, copy it again or train again: {error}") from None
+        content = json.loads(_read_bytes(path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise RunError(f"{path} is not valid JSON, copy it again or train again: {error}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is not a JSON object: copy it again or train again")
     return content
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _require_model(folder: Path) -> None:
@@ -123,7 +142,7 @@ def _require_model(folder: Path) -> None:
     if (folder / "model.safetensors").is_file() and (folder / "model.json").is_file():
         return
     if (folder / "result.json").is_file() and read_json(folder / "result.json").get("status") == "finished":
-        raise RunError(f"the run in {folder} has no global model, its models stay with the clients: use another method")
+        raise RunError(f"{folder} has no global model, its models stay with the clients: use another run")
     if any((folder / name).is_file() for name in ("result.json", "config.toml", "metrics.jsonl")):
         raise RunError(f"the run in {folder} is unfinished and has no model yet: finish it first")
     raise RunError(f"{folder} is not a run folder: give one that `fedhpro run` wrote")
@@ -132,13 +151,14 @@ def _require_model(folder: Path) -> None:
 # --- images ------------------------------------------------------------------------------------------------------
 
 
-def read_images(paths: AnyPath | Iterable[AnyPath], shape: Shape) -> Iterator[tuple[str, Tensor]]:
+def read_images(paths: Paths, shape: Shape) -> Iterator[tuple[str, Tensor]]:
     """Name and uint8 tensor of one image after the other, brought to `shape`.
 
-    A path is an image file, a folder (its image files, recursively and sorted) or a CSV file. A CSV file has a column
-    path, file, filename or image, relative to its own folder; or each row is a picture: 0 to 255, grey or colour
-    (all red values, then green, then blue), of the model's shape or any square; a label column is ignored.
+    A path is an image file, a folder (its image files, recursively and sorted) or a CSV file. A CSV file has a
+    column path, file, filename or image, relative to its own folder; or each row is a picture: 0 to 255, grey or
+    colour (all red values, then green, then blue), of the model's shape or any square; a label column is ignored.
     """
+    path = None
     for path in [Path(paths)] if isinstance(paths, str | os.PathLike) else map(Path, paths):
         if path.is_dir():
             yield from _read_folder(path, shape)
@@ -146,6 +166,8 @@ def read_images(paths: AnyPath | Iterable[AnyPath], shape: Shape) -> Iterator[tu
             yield from _read_csv(path, shape)
         else:
             yield str(path), _read_image(path, shape)
+    if path is None:
+        raise RunError("there is nothing to read: give images, folders or CSV files")
 
 
 def _read_folder(folder: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
@@ -240,27 +262,34 @@ def _read_csv(path: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
 
 def _row_reader(path: Path, first: list[str], shape: Shape) -> Callable[[int, list[str]], tuple[str, Tensor]]:
     """How to read the rows of a CSV file, from its first one."""
-    names = [name.strip().lower() for name in first] if _is_header(first) else []
+    names = _plain(first) if _is_header(first) else []
     for column, name in enumerate(names):
         if name in PATH_COLUMNS:
             return lambda number, row: _listed_image(path, number, row[column], shape)
-    columns = [column for column in range(len(first)) if not names or names[column] != "label"]
-    size = _picture_size(len(columns), shape)
+    columns = [column for column in range(len(first)) if not names or names[column] not in NOT_PIXELS]
+    count, size = len(columns), _picture_size(len(columns), shape)
     if size is None and not names:  # MNIST as CSV has no header and its label first
         columns = columns[1:]
         size = _picture_size(len(columns), shape)
     if size is None:
         raise RunError(
             f"{path} has no usable columns: name one of them path, file, filename or image, "
-            f"or give each row {_wanted(shape)} pixels, not {len(first) - names.count('label')}"
+            f"or give each row {_wanted(shape)} pixels, not {count}"
         )
     found = size
     return lambda number, row: (f"{path}:{number}", _pixels(path, number, [row[c] for c in columns], found, shape))
 
 
 def _is_header(row: list[str]) -> bool:
-    """Whether no cell is a number: a broken number in a row of pixels does not make that row a header."""
-    return not any(_number(cell) is not None for cell in row)
+    """A known name, no number at all, or pandas' 0, 1, 2...; a broken number among pixels makes no header."""
+    names = _plain(row)
+    known = any(name in PATH_COLUMNS or name == "label" for name in names)
+    counted = names == [str(column) for column in range(len(names))]
+    return known or counted or all(_number(name) is None for name in names)
+
+
+def _plain(names: list[str]) -> list[str]:
+    return [name.strip().lower() for name in names]
 
 
 def _number(cell: str) -> float | None:
@@ -309,18 +338,17 @@ def _pixels(path: Path, number: int, cells: list[str], size: Shape, shape: Shape
 # --- predictions -------------------------------------------------------------------------------------------------
 
 
-def predict(run: AnyPath, paths: AnyPath | Iterable[AnyPath], top: int = 3, batch: int = 64) -> Iterator[Prediction]:
+def predict(run: AnyPath, paths: Paths, top: int = 3, batch: int = 64) -> Iterator[Prediction]:
     """A prediction for each image of `read_images`, in its order; never more than a batch of them is in memory."""
     if top < 1 or batch < 1:
         raise RunError(f"top={top} and batch={batch} must be at least 1")
-    paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not paths:
-        raise RunError("there is nothing to predict: give images, folders or CSV files")
-    return _predictions(load_model(run), paths, top, batch)  # a run that cannot be used is refused here, at the call
+    predictor = load_model(run)  # a run that cannot be used is refused at the call, not at the first prediction
+    return _predictions(predictor, read_images(paths, predictor.shape), top, batch)
 
 
-def _predictions(predictor: Predictor, paths: list[AnyPath], top: int, batch: int) -> Iterator[Prediction]:
-    images = read_images(paths, predictor.shape)
+def _predictions(
+    predictor: Predictor, images: Iterator[tuple[str, Tensor]], top: int, batch: int
+) -> Iterator[Prediction]:
     while read := list(itertools.islice(images, batch)):
         probabilities = predictor(torch.stack([image for _, image in read]))
         best = probabilities.topk(min(top, len(predictor.classes)))
@@ -345,17 +373,20 @@ class Format:
     needs: tuple[str, ...] = ()  # packages of the extra `onnx`
 
 
-def export(run: AnyPath, out: AnyPath, format: str, overwrite: bool = False) -> Path:
-    """Write a run's model to the file `out`, which is only there when it has been read back and gave the same.
+def export(run: AnyPath, out: AnyPath | None, format: str, overwrite: bool = False) -> Path:
+    """Write a run's model to the file `out` (None: exported.* in the run folder), which is only there once it
+    has been read back and has given the same probabilities.
 
-    safetensors holds the weights of the network. The other formats hold the whole Predictor: float images from 0 to
-    255 in, probabilities out, for any number of images. All carry model.json, and with it the names of the classes.
+    safetensors holds the weights of the network. The other formats hold the whole Predictor: float images from 0
+    to 255 in, probabilities out, for any number of images. All carry model.json, hence the names of the classes.
     """
-    target = Path(out)
     if format not in FORMATS:
         raise RunError(f"there is no format {format!r}: choose one of {', '.join(FORMATS)}")
+    target = Path(run) / f"exported{FORMATS[format].suffix}" if out is None else Path(out)
     if target.is_dir():
         raise RunError(f"{target} is a folder: name a file, such as {target / 'model'}{FORMATS[format].suffix}")
+    if target.name in RUN_FILES and target.resolve().parent == Path(run).resolve():
+        raise RunError(f"{target} belongs to the run itself: choose another name")
     if target.exists() and not overwrite:
         raise RunError(f"{target} exists already: choose another name or allow it to be overwritten")
     if missing := [name for name in FORMATS[format].needs if importlib.util.find_spec(name) is None]:
@@ -367,6 +398,7 @@ def export(run: AnyPath, out: AnyPath, format: str, overwrite: bool = False) -> 
             file = Path(folder) / f"model{FORMATS[format].suffix}"  # torch asks for its own suffixes
             FORMATS[format].save(predictor, file)
             _verify(FORMATS[format].load(predictor, file), predictor, target)
+            file.chmod(0o644)  # safetensors writes 0600, which is for secrets
             os.replace(file, target)
     except OSError as error:
         raise RunError(f"{target} cannot be written: {error.strerror or error}") from None
@@ -378,8 +410,7 @@ def _verify(exported: Call, predictor: Predictor, target: Path) -> None:
     for n in (1, 3):  # neither is the two images that it was made with
         images = 255 * torch.rand(n, *predictor.shape, generator=rng)
         if not torch.allclose(exported(images), predictor(images), rtol=0, atol=TOLERANCE):
-            raise RunError(f"the export to {target} gave other probabilities than the model, nothing was written: "
-                           "choose another format")  # fmt: skip
+            raise RunError(f"{target} was not written, its probabilities differ: try another format")
 
 
 @contextlib.contextmanager
@@ -454,9 +485,14 @@ def _save_onnx(predictor: Predictor, path: Path) -> None:
 
 
 def _load_onnx(_: Predictor, path: Path) -> Call:
-    import onnxruntime
+    if importlib.util.find_spec("onnxruntime"):
+        from onnxruntime import InferenceSession
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    else:  # slower, and part of onnx itself
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(str(path))
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
@@ -464,5 +500,5 @@ FORMATS = {
     "safetensors": Format(".safetensors", _save_safetensors, _load_safetensors),
     "torchscript": Format(".pt", _save_torchscript, _load_torchscript),
     "torch-export": Format(".pt2", _save_torch_export, _load_torch_export),
-    "onnx": Format(".onnx", _save_onnx, _load_onnx, needs=("onnx", "onnxscript", "onnxruntime")),
+    "onnx": Format(".onnx", _save_onnx, _load_onnx, needs=("onnx", "onnxscript")),
 }

@@ -20,6 +20,8 @@ def num_bytes(tensors: Tensors) -> int:
 
 def problem(upload: Tensors, schema: Schema) -> str | None:
     """Why an upload cannot be used, in one sentence, or None. Hostile until checked: nothing is assumed of it."""
+    if not isinstance(upload, dict):
+        return f"it is a {type(upload).__name__}, not named tensors"
     if missing := sorted(schema.keys() - upload.keys()):
         return f"{missing[0]} is missing" + _and_more(missing)
     if unknown := sorted(upload.keys() - schema.keys(), key=str):
@@ -28,6 +30,8 @@ def problem(upload: Tensors, schema: Schema) -> str | None:
         value = upload[name]
         if not isinstance(value, Tensor):
             return f"{name} is a {type(value).__name__}, not a tensor"
+        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
+            return f"{name} is not a dense tensor in main memory"
         if tuple(value.shape) != shape:
             return f"{name} has shape {list(value.shape)} instead of {list(shape)}"
         if value.dtype != dtype:

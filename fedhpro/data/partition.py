@@ -48,6 +48,7 @@ def dirichlet(
 
 def dirichlet_equalised(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> Indices:
     """NID1 as the authors' code cuts it: the clients' lists laid end to end and cut again into equal sizes."""
+    _enough(labels, clients, 1)
     parts = dirichlet(labels, clients, alpha, rng, min_samples=len(labels) // clients // 2)
     shuffled = [rng.permutation(part) for part in parts]
     return [np.sort(part) for part in np.array_split(np.concatenate(shuffled), clients)]
@@ -71,10 +72,10 @@ def _dirichlet_once(labels: np.ndarray, clients: int, alpha: float, rng: np.rand
 
 def _top_up(parts: Indices, min_samples: int, rng: np.random.Generator) -> Indices:
     parts = [rng.permutation(part) for part in parts]
-    for k, part in enumerate(parts):
+    for k in range(len(parts)):
         while len(parts[k]) < min_samples:
-            giver = max(range(len(parts)), key=lambda j: len(parts[j]))
-            move = max(1, min(min_samples - len(parts[k]), (len(parts[giver]) - len(part)) // 2))
+            giver = max(range(len(parts)), key=lambda j: len(parts[j]))  # has more than min_samples: see _enough
+            move = min(min_samples - len(parts[k]), len(parts[giver]) - min_samples)
             parts[k] = np.concatenate([parts[k], parts[giver][:move]])
             parts[giver] = parts[giver][move:]
     return parts
@@ -87,6 +88,6 @@ def _smallest(parts: Indices) -> int:
 def _enough(labels: np.ndarray, clients: int, min_samples: int) -> None:
     if len(labels) < clients * min_samples:
         raise PartitionError(
-            f"{clients} clients with at least {min_samples} samples each need {clients * min_samples} samples, "
-            f"and there are {len(labels)}"
+            f"{clients} clients with at least {min_samples} sample{'s' * (min_samples > 1)} each need "
+            f"{clients * min_samples} samples, and there are {len(labels)}"
         )

@@ -1,4 +1,4 @@
-"""Communication-Efficient Learning of Deep Networks from Decentralized Data (FedAvg, AISTATS 2017), and its two bounds.
+"""FedAvg and its two bounds: all samples in one place, and every client alone.
 
 FedAvg is the base class with nothing changed: cross-entropy at the clients, a weighted mean at the server.
 """
@@ -12,6 +12,8 @@ from .base import Method
 
 @dataclass(frozen=True)
 class FedAvg(Method):
+    """Communication-Efficient Learning of Deep Networks from Decentralized Data (FedAvg, AISTATS 2017)."""
+
     name = "fedavg"
 
 

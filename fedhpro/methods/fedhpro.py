@@ -25,8 +25,8 @@ class FedHPro(Method):
     M: Count = 30  # steps of gradient matching per round; 0: S stays at its random start
     match_lr: Positive = 0.1  # step size of gradient matching (the paper gives none; the authors' code has 0.1)
     tau: Positive = 0.05  # temperature of HPCL
-    hpcl: Literal["hyper", "global", "off"] = "hyper"  # anchors: S, the global prototypes P (Table 6), none (Table 5)
-    hpal: Literal["hyper", "global", "off"] = "hyper"
+    hpcl: Literal["hyper", "global", "off"] = "hyper"  # its anchors: S, global prototypes P (Table 6), or no HPCL
+    hpal: Literal["hyper", "global", "off"] = "hyper"  # its anchors: S, global prototypes P (Table 6), or no HPAL
     margin: Literal["inside", "denominator", "off"] = "inside"  # d_k in the exponents; beside them in the code
     margin_per: Literal["round", "epoch"] = "round"  # how often d_k is measured
 

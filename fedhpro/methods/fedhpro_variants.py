@@ -21,9 +21,11 @@ from .fedhpro import FedHPro
 
 @dataclass(frozen=True)
 class FedHProVariants(FedHPro):
+    """FedHPro: Federated Hyper-Prototype Learning via Gradient Matching (ICML 2026)."""
+
     name = "fedhpro"
     hyper_init: Literal["randn", "prototypes"] = "randn"  # "prototypes": the first round's P + hyper_scale * randn
-    hyper_scale: NonNegative = 1.0
+    hyper_scale: NonNegative = 1.0  # standard deviation of the random start
     gradients: Literal["after", "before"] = "after"  # when Eq 5 is taken: after (paper) or before local training (code)
     gradient_samples: Count = 0  # at most so many augmented samples per class for Eq 5 (code: 100); 0: all, as they are
     gradient_scale: Literal["mean", "mean/n"] = "mean"  # "mean/n": divided by the number of samples twice (code)

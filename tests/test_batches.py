@@ -1,0 +1,153 @@
+"""Batches: an epoch is one pass, and a batch is its samples, moved and flipped as told, normalised."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedhpro.data.batches import Transform, epoch
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
+PIXELS = Transform((0.0,) * 3, (1 / 255,) * 3)  # its plain() gives the bytes back
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def images(n=6, height=5, width=7, seed=1):
+    return torch.randint(0, 256, (n, 3, height, width), generator=rng(seed), dtype=torch.uint8)
+
+
+def augmented(x, index, seed=0, **options):
+    """The augmented batch as bytes."""
+    transform = Transform(PIXELS.mean, PIXELS.std, **options)
+    return transform.batch(transform.padded(x), index, rng(seed)).round().to(torch.uint8)
+
+
+def windows(x, crop, flips):
+    """Every crop (and flip) of one image, with its (top, left, flipped)."""
+    padded, (height, width) = F.pad(x, [crop] * 4), x.shape[1:]
+    for top in range(2 * crop + 1):
+        for left in range(2 * crop + 1):
+            window = padded[:, top : top + height, left : left + width]
+            for flipped in (False, True) if flips else (False,):
+                yield (top, left, flipped), window.flip(2) if flipped else window
+
+
+def moves(x, result, crop, flips=False):
+    """How an image was moved, found by trying everything."""
+    return [move for move, window in windows(x, crop, flips) if torch.equal(window, result)]
+
+
+# epoch
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 80), st.integers(2, 20), st.integers(0, 2**32))
+def test_epoch_is_one_pass_in_batches_of_at_least_two(n, batch_size, seed):
+    batches = list(epoch(n, batch_size, rng(seed)))
+    assert sorted(torch.cat(batches).tolist()) == list(range(n))
+    assert all(2 <= len(batch) <= batch_size + 1 for batch in batches)
+    assert all(len(batch) == batch_size for batch in batches[:-1])
+
+
+def test_epoch_of_a_single_sample_doubles_it():
+    assert [batch.tolist() for batch in epoch(1, 16, rng())] == [[0, 0]]
+
+
+def test_epoch_of_nothing_has_no_batches():
+    assert list(epoch(0, 16, rng())) == []
+
+
+def test_epoch_depends_on_its_generator():
+    def order(seed):
+        return torch.cat(list(epoch(50, 8, rng(seed)))).tolist()
+
+    assert order(0) == order(0)
+    assert order(0) != order(1)
+    assert order(0) != list(range(50))
+
+
+# without augmentation
+
+
+def test_plain_normalises():
+    x = images()
+    expected = (x.double() / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    result = Transform(MEAN, STD).plain(x)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"augment": "off", "crop": 3, "flip": True}, {"crop": 0, "flip": False}])
+def test_batch_without_augmentation_is_plain(options):
+    transform, x, index = Transform(MEAN, STD, **options), images(), torch.tensor([4, 0, 4])
+    assert torch.equal(transform.padded(x), x)
+    assert torch.equal(transform.batch(transform.padded(x), index, rng()), transform.plain(x[index]))
+
+
+@pytest.mark.parametrize("augment", ["sample", "batch", "off"])
+def test_token_ids_pass_through(augment):
+    transform, tokens = Transform(MEAN, STD, crop=2, flip=True, augment=augment), torch.arange(20).reshape(4, 5)
+    result = transform.batch(transform.padded(tokens), torch.tensor([3, 1]), rng())
+    assert result.dtype == torch.int64
+    assert torch.equal(result, tokens[[3, 1]])
+    assert torch.equal(transform.plain(tokens), tokens)
+
+
+# with augmentation
+
+
+def test_crop_gives_windows_of_the_padded_image():
+    x, index = images(), torch.tensor([5, 0, 3, 3] * 100)
+    found = [moves(x[i], result, crop=2) for i, result in zip(index, augmented(x, index, crop=2), strict=True)]
+    assert all(len(move) == 1 for move in found)
+    assert {move[0][:2] for move in found} == {(top, left) for top in range(5) for left in range(5)}  # all 25 come up
+
+
+def test_crop_and_flip_together():
+    x, index = images(), torch.arange(6).repeat(5)
+    for i, result in zip(index, augmented(x, index, crop=1, flip=True), strict=True):
+        assert len(moves(x[i], result, crop=1, flips=True)) == 1
+
+
+def test_flips_happen_half_of_the_time():
+    x = images(1)
+    results = augmented(x, torch.zeros(2000, dtype=torch.int64), flip=True)
+    flipped = (results == x.flip(3)).flatten(1).all(1)
+    assert torch.equal(~flipped, (results == x).flatten(1).all(1))
+    assert 850 < int(flipped.sum()) < 1150  # 6.7 standard deviations
+
+
+def test_augmenting_by_batch_moves_all_samples_alike():
+    x, index = images(), torch.arange(6)
+    seen = set()
+    for seed in range(12):
+        batch = augmented(x, index, seed, crop=2, flip=True, augment="batch")
+        (move,) = {moves(image, result, 2, flips=True)[0] for image, result in zip(x, batch, strict=True)}
+        seen.add(move)
+    assert len(seen) > 6
+    assert {flipped for _, _, flipped in seen} == {False, True}
+
+
+def test_augmenting_by_sample_moves_them_apart():
+    x = images(1)
+    batch = augmented(x, torch.zeros(20, dtype=torch.int64), crop=2)
+    assert len({moves(x[0], result, 2)[0] for result in batch}) > 6
+
+
+@pytest.mark.parametrize("augment", ["sample", "batch", "off"])
+@pytest.mark.parametrize("crop,flip", [(0, True), (2, False), (2, True)])
+def test_batches_are_contiguous_and_depend_on_the_generator_alone(augment, crop, flip):
+    transform, x, index = Transform(MEAN, STD, crop, flip, augment), images(), torch.tensor([1, 5, 2])
+    padded = transform.padded(x)
+    before = padded.clone()
+    batch = transform.batch(padded, index, rng(3))
+    assert batch.shape == (3, 3, 5, 7)
+    assert batch.is_contiguous()
+    assert torch.equal(batch, transform.batch(padded, index, rng(3)))
+    assert torch.equal(padded, before)
+    if augment != "off":
+        assert any(not torch.equal(batch, transform.batch(padded, index, rng(seed))) for seed in range(4, 12))

@@ -1,0 +1,255 @@
+"""FedHPro: the method as printed, its control, its ablations, and what the authors' released code computes."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TINY
+from test_methods import C, client, net, one_round
+
+import fedhpro
+from fedhpro import equations as eq
+from fedhpro.config import PRESETS, configure
+from fedhpro.federation import Federation
+from fedhpro.methods import fedhpro_variants as variants
+from fedhpro.methods.fedhpro import FedHPro
+from fedhpro.methods.fedhpro_variants import FedHProVariants
+from fedhpro.randomness import generator
+
+
+def start(method):
+    return method.server_state(net(), generator(0, "state"))
+
+
+def terms_of(method, state, received=None):
+    who = client(method, state, received=received)
+    context = method.prepare(who)
+    model = who.net.eval()  # fixed statistics: the terms can be computed again by hand
+    x = who.transform.plain(who.data.x)
+    return method.loss(model, {}, x, who.data.y, context), model.features(x), who.data.y, context
+
+
+def run(source, **keys):
+    with Federation(configure(**(TINY | keys)), source) as federation:
+        start = {name: value.clone() for name, value in federation.state.items()}
+        history = list(federation.rounds())
+        return history, start, federation
+
+
+def test_the_method_file_is_short():
+    assert len(Path(fedhpro.__file__).with_name("methods").joinpath("fedhpro.py").read_text().splitlines()) <= 120
+
+
+def test_loss_is_eq_12_13_14():
+    method = FedHPro()
+    state = start(method)
+    terms, z, y, context = terms_of(method, state)
+    means, counts = eq.class_means(z, y, C)
+    margin = eq.client_margin(means, counts)
+    torch.testing.assert_close(context["margin"], margin.detach())
+    torch.testing.assert_close(terms["hpcl"], eq.hpcl(z, y, state["S"], margin, 0.05))
+    torch.testing.assert_close(terms["hpal"], eq.hpal(z, y, state["S"]))
+    assert set(terms) == {"ce", "hpcl", "hpal"} and state["S"].shape == (C, 5, 128)
+
+
+def test_report_is_eq_5_with_the_clients_own_classifier():
+    method = FedHPro()
+    who = client(method, start(method))
+    report = method.report(who, {})
+    z, y = who.features()
+    z.requires_grad_()
+    F.cross_entropy(who.net.classify(z), y, reduction="sum").backward()
+    for c in range(C):
+        torch.testing.assert_close(report["gradients"][c], z.grad[y == c].mean(0))
+
+
+def test_aggregate_is_eq_6_to_9_with_the_averaged_classifier():
+    method = FedHPro()
+    state = start(method)
+    reports = {"gradients": torch.randn(3, C, 128), "counts": torch.tensor([[5, 1, 0, 2], [1, 0, 0, 2], [9, 9, 0, 9]])}
+    model = {"classifier.weight": torch.randn(C, 128), "classifier.bias": torch.randn(C)}
+    new, override = method.aggregate(state, model, reports, generator(0))
+    target = torch.stack([reports["gradients"][:, c][reports["counts"][:, c] > 0].mean(0) for c in (0, 1, 3)])
+    target = torch.cat([target[:2], torch.zeros(1, 128), target[2:]])
+    present = torch.tensor([True, True, False, True])
+    expected, trace = eq.match(state["S"], target, present, *model.values(), 30, 0.1)
+    torch.testing.assert_close(new["S"], expected)
+    assert torch.equal(new["S"][2], state["S"][2]) and override == {}
+    torch.testing.assert_close(new["log/L_GM_start"], trace[0][present].mean())
+
+
+def test_the_control_keeps_S_where_it_started(tiny_source):
+    history, before, federation = run(tiny_source, M=0)
+    assert torch.equal(federation.state["S"], before["S"])
+    assert all(record["server"]["L_GM"] == record["server"]["L_GM_start"] for record in history)
+    _, before, federation = run(tiny_source, M=30)
+    assert not torch.equal(federation.state["S"], before["S"])
+
+
+def test_both_losses_off_is_fedavg(tiny_source):
+    _, _, ours = run(tiny_source, hpcl="off", hpal="off")
+    _, _, fedavg = run(tiny_source, method="fedavg")
+    assert all(torch.equal(ours.model[name], fedavg.model[name]) for name in fedavg.model)
+    assert not any(name.startswith("report/") for name in ours.schema) and set(ours.sent()) == set(fedavg.sent())
+
+
+@pytest.mark.parametrize("off, left", [("hpcl", {"ce", "hpal"}), ("hpal", {"ce", "hpcl"})])
+def test_ablations_of_table_5(tiny_source, off, left):
+    history, *_ = run(tiny_source, **{off: "off"})
+    assert set(history[-1]["loss"]) == left
+
+
+def test_margin_off_and_per_epoch(tiny_source):
+    method = FedHPro(margin="off")
+    terms, z, y, context = terms_of(method, start(method))
+    assert context["margin"] == 0
+    torch.testing.assert_close(terms["hpcl"], eq.hpcl(z, y, start(method)["S"], 0.0))
+    per_round, *_ = run(tiny_source, local_epochs=2)
+    per_epoch, *_ = run(tiny_source, local_epochs=2, margin_per="epoch")
+    assert per_round[0]["loss"]["hpcl"] != per_epoch[0]["loss"]["hpcl"]
+    who = client(FedHPro(margin_per="epoch"), start(FedHPro()))
+    context = FedHPro(margin_per="epoch").refresh(who, {"margin": torch.tensor(-1.0)})
+    assert context["margin"] > 0
+
+
+@pytest.mark.parametrize("swap", [{"hpcl": "global"}, {"hpal": "global"}, {"hpcl": "global", "hpal": "global"}])
+def test_global_prototypes_as_anchors_of_table_6(tiny_source, swap):
+    history, _, federation = run(tiny_source, **swap)
+    for term in swap:
+        assert history[0]["loss"][term] == 0  # no prototypes yet in round 1
+        assert history[1]["loss"][term] > 0
+    assert federation.state["present"].all()
+    assert ("S" in federation.method.broadcast(federation.state)) == (len(swap) == 1)
+    method = FedHProVariants(**swap)
+    state = start(method) | {"P": torch.randn(C, 128), "present": torch.tensor([True, True, False, True])}
+    terms, z, y, context = terms_of(method, state)
+    if "hpcl" in swap:
+        expected = eq.hpcl(z, y, state["P"][:, None], context["margin"], 0.05, state["present"])
+        torch.testing.assert_close(terms["hpcl"], expected)
+    if "hpal" in swap:
+        torch.testing.assert_close(terms["hpal"], eq.hpal(z, y, state["P"][:, None], state["present"]))
+
+
+def test_start_from_prototypes():
+    method = FedHProVariants(hyper_init="prototypes", hyper_scale=0.0, M=0)
+    state = start(method)
+    assert (state["S"] == 0).all()
+    terms, *_ = terms_of(method, state)
+    assert terms["hpcl"] == 0 and terms["hpal"] == 0  # nothing to be pulled to before the first means
+    state, _ = one_round(method, state, [(0, 1, 2), (0, 1)])
+    assert state["present"].tolist() == [True, True, True, False]
+    torch.testing.assert_close(state["S"][0, 3], state["P"][0])
+    assert (state["S"][3] == 0).all()
+    later, _ = one_round(method, state, [(0, 3), (3,)])
+    assert torch.equal(later["S"][0], state["S"][0])  # a class starts once
+    torch.testing.assert_close(later["S"][3, 0], later["P"][3])
+
+
+def test_warm_up_of_hpal():
+    method = FedHProVariants(hpal_warmup=4)
+    state = start(method)
+    full, *_ = terms_of(FedHProVariants(), state)
+    for weight in (0.25, 0.5, 0.75, 1.0, 1.0):
+        terms, *_ = terms_of(method, state)
+        torch.testing.assert_close(terms["hpal"], full["hpal"] * weight)
+        state = one_round(method, state, [(0, 1, 2, 3)])[0] | {"S": state["S"]}
+
+
+def test_default_switches_are_the_printed_method():
+    plain, switched = FedHPro(), FedHProVariants()
+    assert asdict(plain).items() <= asdict(switched).items()
+    state = start(plain)
+    assert torch.equal(state["S"], start(switched)["S"])
+    for a, b in zip(terms_of(plain, state)[0].items(), terms_of(switched, state)[0].items(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1])
+    ours, theirs = one_round(plain, state, [(0, 1), (2, 3)])[0], one_round(switched, state, [(0, 1), (2, 3)])[0]
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# What the authors' code computes
+
+
+def test_released_preset_runs_and_overwrites_the_classifier(tiny_source):
+    keys = PRESETS["released"] | TINY | {"min_samples": 2, "clients": 3}
+    history, _, federation = run(tiny_source, **keys)
+    assert torch.equal(federation.model["classifier.weight"], federation.state["sent_weight"])
+    assert history[0]["loss"]["hpcl"] < 0.5 * history[0]["loss"]["ce"]
+    assert history[0]["loss"]["hpal"] < 0.05 * history[0]["loss"]["ce"]
+    assert len(set(federation.sizes)) <= 2 and max(federation.sizes) - min(federation.sizes) <= 1
+
+
+def test_gradients_before_training_are_those_of_the_received_model(tiny_source):
+    with Federation(configure(**(TINY | {"gradients": "before"})), tiny_source) as federation:
+        sent = federation.sent()
+        upload, _ = federation.trainer.update(1, 0, sent, {})
+        federation.trainer.load(sent, {})
+        who = client(FedHPro(), federation.state, model=federation.net)
+        who.data, who.transform = federation.clients[0].train, federation.trainer.transform
+        torch.testing.assert_close(upload["report/gradients"], FedHPro().class_gradients(who)["gradients"])
+
+
+def test_gradient_scale_and_sample_limit():
+    labels = (0,) * 9 + (1,) * 2
+    method = FedHProVariants(gradient_scale="mean/n")
+    who = client(method, start(method), labels)
+    mean, twice = FedHPro().class_gradients(who), method.class_gradients(who)
+    torch.testing.assert_close(twice["gradients"][0], mean["gradients"][0] / 9)
+    torch.testing.assert_close(twice["gradients"][1], mean["gradients"][1] / 2)
+    few = FedHProVariants(gradient_samples=4).class_gradients(who)
+    assert few["counts"].tolist() == [4, 2, 0, 0]
+
+
+def test_sign_matching_descends_its_formula():
+    torch.manual_seed(0)
+    S, target = torch.randn(3, 2, 5), torch.randn(3, 5)
+    W, b = torch.randn(3, 5), torch.randn(3)
+    present = torch.tensor([True, True, False])
+    ours = variants.sign_match(S, target, present, W, b, steps=1, lr=0.1)
+    S = S.requires_grad_()
+    g = eq.hyper_gradients(S, W, b)
+    loss = sum(1 - target[c, q] * g[c, q] / (abs(target[c, q] * g[c, q]) + 1e-6) for c in (0, 1) for q in range(5))
+    torch.testing.assert_close(ours, (S - 0.1 * torch.autograd.grad(loss, S)[0]).detach())
+
+
+def test_margin_beside_the_exponentials():
+    torch.manual_seed(0)
+    z, y, S = torch.randn(6, 8), torch.randint(0, 3, (6,)), torch.randn(3, 2, 8)
+    margin = torch.tensor(2.5)
+    s = eq.similarity(z, S)
+    denominator = torch.exp(s / 0.2).sum(1) + margin
+    expected = -torch.log(torch.exp(s / 0.2)[torch.arange(6), y] / denominator).mean()
+    torch.testing.assert_close(variants.hpcl_with_margin_beside(z, y, S, margin, 0.2), expected)
+    means = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
+    inner = FedHProVariants(margin="denominator").margin_of(means, torch.tensor([1, 1, 0]))
+    assert inner.item() == pytest.approx(2 * 5 / 4)
+
+
+def test_weak_losses_of_the_code():
+    method = FedHProVariants(hpcl_scale="mean/n", hpal_form="unit-mean", margin="off")
+    state = start(method)
+    terms, z, y, _ = terms_of(method, state)
+    torch.testing.assert_close(terms["hpcl"], eq.hpcl(z, y, state["S"], 0.0) / len(y))
+    H = F.normalize(state["S"].mean(1), dim=1)
+    torch.testing.assert_close(terms["hpal"], F.huber_loss(F.normalize(z, dim=1), H[y]))
+
+
+def test_weight_gradients_equal_autograd():
+    torch.manual_seed(0)
+    z, y = torch.randn(9, 5), torch.randint(0, 2, (9,))
+    h = torch.nn.Linear(5, 3)
+    ours = variants.weight_gradients(z, y, h.weight.detach(), h.bias.detach())
+    for c in (0, 1):
+        (expected,) = torch.autograd.grad(F.cross_entropy(h(z[y == c]), y[y == c]), h.weight)
+        torch.testing.assert_close(ours[c], expected)
+    assert (ours[2] == 0).all()
+
+
+def test_retraining_gives_a_classifier_that_knows_its_synthetic_features():
+    method = FedHProVariants(retrain_classifier=True)
+    state = start(method)
+    new, override = one_round(method, state, [(0, 1, 2, 3)] * 2)
+    logits = new["synthetic"] @ override["classifier.weight"].T + override["classifier.bias"]
+    assert (logits.argmax(2) == torch.arange(C)[:, None]).float().mean() > 0.7  # chance is 0.25
+    assert not torch.equal(new["synthetic"], state["synthetic"])
