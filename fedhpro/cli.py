@@ -278,12 +278,12 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         print(f"AVG {found['final']:.2f}  best {found['best']:.2f}  last5 {found['last5']:.2f}  {result.folder}")
     else:
         out.print(result_table(result))
-        out.print(f"run folder: {result.folder}", highlight=False)
+        out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
         files = [
             name for name in ("curves.png", "MODEL_CARD.md", "model.safetensors") if (result.folder / name).exists()
         ]
         hint = f"; try: fedhpro predict {result.folder} IMAGE" if "model.safetensors" in files else ""
-        out.print(f"  {', '.join(files)}{hint}", highlight=False)
+        out.print(f"  {', '.join(files)}{hint}", highlight=False, soft_wrap=True)
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
         raise typer.Exit(130)

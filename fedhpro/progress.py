@@ -38,6 +38,7 @@ class Terminal(Callback):
             f"{sum(federation.sizes):,} training samples, {config.model} with {parameters:,} parameters, "
             f"{config.rounds} rounds of {config.local_epochs} epochs, seed {config.seed}",
             highlight=False,
+            soft_wrap=True,
         )
         self.started = time.perf_counter()
         self.first = federation.round

@@ -6,10 +6,10 @@ uploads are handed over in the order in which the clients were named.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -147,10 +147,10 @@ class WorkerPool:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.close()  # a worker ends when its pipe does
+            pipe.close()  # an idle worker ends when its pipe does
         for process in self.processes:
-            process.join(timeout=5)
-            if process.is_alive():
+            process.join(timeout=0.5)
+            if process.is_alive():  # in the middle of a client that nobody waits for any more
                 process.kill()
                 process.join()
 
@@ -215,31 +215,31 @@ def _work(
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    while True:
+    with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe, or is gone
+        while True:
+            pipe.send(_answer(trainer, pipe.recv(), sent, slots))
+
+
+def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors, slots: list[Slot]) -> tuple[Any, ...]:
+    if message[0] == "train":
+        _, order, round, k, slot, has_memory = message
+        memory_in, upload, memory_out = slots[slot]
+        answer = _train(trainer, round, k, sent.tensors, memory_in.tensors if has_memory else {})
         try:
-            message = pipe.recv()
-        except (EOFError, OSError):
-            return
-        if message[0] == "train":
-            _, order, round, k, slot, has_memory = message
-            memory_in, upload, memory_out = slots[slot]
-            answer = _train(trainer, round, k, sent.tensors, memory_in.tensors if has_memory else {})
-            try:
-                upload.write(answer.upload)
-                memory_out.write(answer.memory)
-            except Exception as error:
-                answer.error = f"{type(error).__name__}: {error}"
-            pipe.send((order, k, slot, answer.error))
-        else:
-            _, order, name, has_memory = message
-            try:
-                found = trainer.evaluate(name, sent.tensors, slots[0][0].tensors if has_memory else {})
-                pipe.send((order, {head: matrix.tolist() for head, matrix in found.items()}, None))
-            except Exception as error:
-                pipe.send((order, {}, f"{type(error).__name__}: {error}"))
+            upload.write(answer.upload)
+            memory_out.write(answer.memory)
+        except Exception as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        return order, k, slot, answer.error
+    _, order, name, has_memory = message
+    try:
+        found = trainer.evaluate(name, sent.tensors, slots[0][0].tensors if has_memory else {})
+        return order, {head: matrix.tolist() for head, matrix in found.items()}, None
+    except Exception as error:
+        return order, {}, f"{type(error).__name__}: {error}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """The promise of equal bits holds for one torch thread per client; the caller's setting comes back afterwards."""
     before = torch.get_num_threads()
