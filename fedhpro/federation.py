@@ -29,7 +29,10 @@ class Federation:
         self.config = config
         self.source = source or data.load(config.data)
         self.method = config.build_method()
-        self.exchange = self.method.exchange if config.exchange == "auto" else config.exchange
+        self.exchange = self.method.exchanges[0] if config.exchange == "auto" else config.exchange
+        if self.exchange not in self.method.exchanges:
+            allowed = " or ".join(self.method.exchanges)
+            raise ConfigError(f"exchange={self.exchange}: {config.method} exchanges {allowed}")
         self.clients = cut(
             self.source,
             scenario=config.scenario,
@@ -85,6 +88,11 @@ class Federation:
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+    @property
+    def headline(self) -> str:
+        """The way to predict that a run is judged by: where models stay at home, the nearest global prototype."""
+        return "nearest_prototype" if self.exchange == "prototypes" else "head"
 
     def sent(self) -> Tensors:
         """What goes to every client: the travelling part of the model, and the method's extras."""
@@ -149,7 +157,7 @@ class Federation:
         tests = self._tests()
         results = self.engine.evaluate(tests, self.sent(), self.memories)
         record: Record = {}
-        heads = list(results[0]) if results else []
+        heads = sorted(results[0], key=lambda head: head != self.headline) if results else []
         for head in heads:
             found = [(test, result[head]) for test, result in zip(tests, results, strict=True)]
             central = [(t.name.removeprefix("server/"), m) for t, m in found if t.name.startswith("server/")]
@@ -172,7 +180,7 @@ class Federation:
         tests = [test for test in self._tests() if test.name.startswith("server/")]
         total: dict[str, torch.Tensor] = {}
         for test, result in zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True):
-            name, matrix = test.name.removeprefix("server/"), next(iter(result.values()))
+            name, matrix = test.name.removeprefix("server/"), result[self.headline]
             total[name] = total[name] + matrix if name in total else matrix
         return total
 

@@ -112,7 +112,7 @@ class LocalTrainer:
         upload |= {f"loss/{name}": value for name, value in losses.items()}
         upload["samples"] = torch.tensor(len(data))
         private = {f"net/{name}": state[name].clone() for name in state if not travels(name, self.exchange)}
-        return upload, remembered | private
+        return upload, {name: value.clone() for name, value in remembered.items()} | private
 
     @torch.no_grad()
     def evaluate(self, test: str, received: Tensors, memory: Tensors) -> Tensors:

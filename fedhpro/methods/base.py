@@ -6,7 +6,7 @@ device. The weighted mean of the models (Eq 1) is the federation's, the same for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
 
@@ -29,9 +29,11 @@ class Net(Protocol):
     num_classes: int
     classifier: torch.nn.Linear
 
-    def stages(self, x: Tensor) -> list[Tensor]: ...
-    def features(self, x: Tensor) -> Tensor: ...
+    def features(self, x: Tensor) -> Tensor: ...  # z, before dropout
+    def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]: ...  # pooled at five depths, and z
     def classify(self, z: Tensor) -> Tensor: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def state_dict(self) -> dict[str, Any]: ...
     def __call__(self, x: Tensor) -> Any: ...
 
 
@@ -60,7 +62,7 @@ METHODS: dict[str, type[Method]] = {}  # every class with a name of its own
 class Method:
     name: ClassVar[str]
     frozen: ClassVar[tuple[str, ...]] = ()  # nets kept beside the trained one, e.g. MOON's "received" and "previous"
-    exchange: ClassVar[str] = "model"  # what of the model travels unless the run says otherwise
+    exchanges: ClassVar[tuple[str, ...]] = ("model",)  # what of the model may travel; the first is the default
     pools_data: ClassVar[bool] = False  # centralised training: one client that holds everybody's samples
 
     def __init_subclass__(cls) -> None:

@@ -6,6 +6,7 @@ FedAvg is the base class with nothing changed: cross-entropy at the clients, a w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .base import Method
 
@@ -15,6 +16,7 @@ class FedAvg(Method):
     """Communication-Efficient Learning of Deep Networks from Decentralized Data (FedAvg, AISTATS 2017)."""
 
     name = "fedavg"
+    exchanges: ClassVar[tuple[str, ...]] = ("model", "classifier")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Centralised(FedAvg):
     """The upper reference: one model trained on the samples of all clients together."""
 
     name = "centralised"
+    exchanges = ("model",)
     pools_data = True
 
 
@@ -30,4 +33,4 @@ class Local(FedAvg):
     """The lower reference: every client trains alone, and its model is tested on its own domain."""
 
     name = "local"
-    exchange = "nothing"
+    exchanges = ("nothing",)

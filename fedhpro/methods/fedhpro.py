@@ -21,6 +21,8 @@ from .base import AtLeastOne, Client, Count, Method, Net, Positive, Tensors
 
 @dataclass(frozen=True)
 class FedHPro(Method):
+    exchanges = ("model", "classifier")  # Eq 7 needs the averaged classifier at least
+
     I: AtLeastOne = 5  # hyper-prototypes per class
     M: Count = 30  # steps of gradient matching per round; 0: S stays at its random start
     match_lr: Positive = 0.1  # step size of gradient matching (the paper gives none; the authors' code has 0.1)
