@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from .data.sources import SOURCES
 from .errors import ConfigError
 from .methods import METHODS, Method
-from .models import MODELS, STEMS
+from .models import GROUPS, MODELS, STEMS
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -47,14 +47,19 @@ class Config(BaseModel):
         "sample", description="random crop and flip: of each sample, one for a whole batch, or none"
     )
     # model
-    model: str = Field("resnet10", description="the network")
+    model: str = Field("resnet10", description="the network; htfe2, 3, 5, 8: client k has network k mod 2, 3, 5, 8")
     width: int | None = Field(16, ge=1, description="base filters of a ResNet; none: 64")
     dim: int | None = Field(None, ge=1, description="feature width d, by a projection; none: the network's own")
     stem: str = Field("3x3/2", description="first layer: 3x3 and 3x3/2 for small images, 7x7 for 224")
     # local training
     local_epochs: int = Field(5, ge=1, description="epochs E of a client in a round")
+    local_steps: int | None = Field(None, ge=1, description="where given, so many steps in a round instead of epochs")
     batch_size: int = Field(16, ge=2, description="samples in a batch B")
     lr: float = Field(0.03, gt=0, description="learning rate of the clients")
+    lr_schedule: Literal["constant", "cosine", "exponential"] = Field(
+        "constant", description="learning rate over the rounds"
+    )
+    lr_decay: float = Field(0.998, gt=0, le=1, description="factor per round of the exponential schedule")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(1e-5, ge=0, description="weight decay")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of the clients, new in each round")
@@ -128,7 +133,7 @@ def configure(**keys: Any) -> Config:
     for name in keys:
         if name not in known and name not in own:
             raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
-    for name, allowed in (("data", SOURCES), ("model", MODELS), ("stem", STEMS)):
+    for name, allowed in (("data", SOURCES), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
             raise ConfigError(f"there is no {name} {keys[name]!r}{_closest(str(keys[name]), allowed)}")
     keys = {name: None if value == "none" else value for name, value in keys.items()}

@@ -14,8 +14,8 @@ from .data.clients import POOLED, cut, merged
 from .data.sources import Source, Split
 from .engines.cpu import Engine, InProcess, Memories, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled
-from .evaluation import accuracy, client_summary, domain_accuracies
-from .methods.base import Tensors
+from .evaluation import accuracy, class_accuracies, client_summary, domain_accuracies, mean
+from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
 from .training import LocalSettings, LocalTrainer, model_tensors, section, travels
 
@@ -29,10 +29,7 @@ class Federation:
         self.config = config
         self.source = source or data.load(config.data)
         self.method = config.build_method()
-        self.exchange = self.method.exchanges[0] if config.exchange == "auto" else config.exchange
-        if self.exchange not in self.method.exchanges:
-            allowed = " or ".join(self.method.exchanges)
-            raise ConfigError(f"exchange={self.exchange}: {config.method} exchanges {allowed}")
+        self.exchange = choose_exchange(config, self.method)
         self.clients = cut(
             self.source,
             scenario=config.scenario,
@@ -47,15 +44,20 @@ class Federation:
         self.sizes = [len(client.train) for client in self.clients]
         if config.min_clients > len(self.clients):
             raise ConfigError(f"min_clients={config.min_clients}: there are only {len(self.clients)} clients")
-        self.net = build_net(config, self.source)
+        self.nets = build_nets(config, self.source)
+        self.net = self.nets[0]  # the global model, where there is one
         self.trainer = LocalTrainer(
-            self.net,
+            self.nets,
             self.method,
             self.exchange,
             LocalSettings(
                 epochs=config.local_epochs,
+                steps=config.local_steps,
                 batch_size=config.batch_size,
                 lr=config.lr,
+                lr_schedule=config.lr_schedule,
+                lr_decay=config.lr_decay,
+                rounds=config.rounds,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
                 optimizer=config.optimizer,
@@ -81,7 +83,7 @@ class Federation:
         if workers == 0:
             self.engine = InProcess(self.trainer)
         else:
-            self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory)
+            self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory_forms)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,13 +113,13 @@ class Federation:
         assert self.engine is not None, "use the federation in a with statement"
         number = self.round + 1
         sent, chosen = self.sent(), self.sample(number)
-        mean, reports, losses = wire.Mean(), list[Tensors](), wire.Mean()
+        average, reports, losses = wire.Mean(), list[Tensors](), wire.Mean()
         refused, bytes_up = list[Record](), 0
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
                 reason = answer.error or wire.problem(answer.upload, self.schema)
                 if reason is None:
-                    self._accept(answer.upload, mean, reports, losses)
+                    self._accept(answer.upload, average, reports, losses)
                     bytes_up += wire.num_bytes(answer.upload)
                     if answer.memory:
                         self.memories[answer.client] = {k: v.clone() for k, v in answer.memory.items()}
@@ -128,7 +130,7 @@ class Federation:
         enough = len(reports) >= self.config.min_clients
         self.stalled = 0 if enough else self.stalled + 1
         if enough:
-            self._aggregate(number, mean, reports)
+            self._aggregate(number, average, reports)
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
         if losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
@@ -165,6 +167,10 @@ class Federation:
             summary: Record = {}
             if central:
                 summary["accuracy"] = domain_accuracies(central)
+            if central and self.exchange != "model":
+                summary["own_labels"] = mean(
+                    [self._on_own_labels(t, m) for t, m in found if t.name.startswith("server/")]
+                )
             if own:
                 scores = {k: accuracy(m) for k, m in own.items()}
                 summary["federated"] = client_summary(scores, {k: int(m.sum()) for k, m in own.items()})
@@ -184,6 +190,13 @@ class Federation:
             total[name] = total[name] + matrix if name in total else matrix
         return total
 
+    def _on_own_labels(self, test: Test, confusion: torch.Tensor) -> float:
+        """What a client's model would score on a test set with the client's own label distribution."""
+        assert test.client is not None
+        counts = torch.bincount(self.clients[test.client].train.y, minlength=self.source.num_classes).tolist()
+        scores = [(n, score) for n, score in zip(counts, class_accuracies(confusion), strict=True) if score is not None]
+        return sum(n * score for n, score in scores) / max(1, sum(n for n, _ in scores))
+
     def snapshot(self) -> tuple[Tensors, Record]:
         """Everything that the next round depends on."""
         tensors = {f"model/{name}": value for name, value in self.model.items()}
@@ -199,17 +212,17 @@ class Federation:
         self.round, self.stalled = meta["round"], meta["stalled"]
 
     @torch.no_grad()
-    def _accept(self, upload: Tensors, mean: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
+    def _accept(self, upload: Tensors, average: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
         samples = float(upload["samples"])
         model = section(upload, "model")
         classifier = {name: value for name, value in model.items() if name.startswith("classifier.")}
-        mean.add(model, samples if self.config.weights == "samples" else 1.0)
+        average.add(model, samples if self.config.weights == "samples" else 1.0)
         losses.add(section(upload, "loss"), samples)
         report = self.method.decode(section(upload, "report"), classifier)
         reports.append({name: value.clone() for name, value in (report | {"samples": upload["samples"]}).items()})
 
-    def _aggregate(self, number: int, mean: wire.Mean, reports: list[Tensors]) -> None:
-        averaged = mean.result()
+    def _aggregate(self, number: int, average: wire.Mean, reports: list[Tensors]) -> None:
+        averaged = average.result()
         stacked = {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
         rng = generator(self.config.seed, "aggregate", number)
         with one_thread():
@@ -217,15 +230,17 @@ class Federation:
         self.model = averaged | override
 
     def _rehearse(self) -> None:
-        """One client with two random images, in this process: its upload is the schema that real ones are checked
+        """A client with two random samples, in this process: its upload is the schema that real ones are checked
         against, and a mistake in a method shows itself here, with its traceback.
         """
         rng = generator(self.config.seed, "rehearsal")
         sample = self.clients[0].train.x[:1]
-        noise = torch.randint(0, 256, (2, *sample.shape[1:]), generator=rng).to(sample.dtype)
+        noise = torch.randint(0, self.source.vocab or 256, (2, *sample.shape[1:]), generator=rng).to(sample.dtype)
         labels = torch.tensor([0, min(1, self.source.num_classes - 1)])
         with one_thread():
-            self._upload, self._memory = self.trainer.update_on(Split(noise, labels), 0, 0, self.sent(), {})
+            kinds = range(len(self.nets))
+            pairs = [self.trainer.update_on(Split(noise, labels), 0, k, self.sent(), {}) for k in kinds]
+        self._upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
         self.schema = wire.schema_of(self._upload)
 
     def _test_sets(self) -> dict[str, Split]:
@@ -251,18 +266,41 @@ class Federation:
         return tests
 
 
-def build_net(config: Config, source: Source) -> models.Net:
-    try:
-        return models.build(
-            config.model,
-            source.num_classes,
-            width=config.width if config.model.startswith("resnet") else None,
-            dim=config.dim,
-            stem=config.stem,
-            channels=source.shape[0],
-            image_size=source.shape[-1],
-            seed=seed_for(config.seed, "init"),
+def choose_exchange(config: Config, method: Method) -> str:
+    """What of the model travels: what was asked for, or the method's first choice that fits the models."""
+    mixed = config.model in models.GROUPS
+    allowed = [kind for kind in method.exchanges if not (mixed and kind == "model")]
+    if not allowed or (mixed and config.exchange == "model"):
+        raise ConfigError(
+            f"model={config.model}: {config.method} would have to average whole models, "
+            "and the clients of this federation have different ones"
         )
+    if config.exchange == "auto":
+        return allowed[0]
+    if config.exchange not in allowed:
+        raise ConfigError(f"exchange={config.exchange}: {config.method} exchanges {' or '.join(allowed)}")
+    return config.exchange
+
+
+def build_nets(config: Config, source: Source) -> list[models.Net]:
+    """The network of the run, or those of a mixed federation, whose features are all pooled to one width."""
+    mixed = config.model in models.GROUPS
+    try:
+        return [
+            models.build(
+                name,
+                source.num_classes,
+                width=config.width if name.startswith("resnet") else None,
+                dim=None if mixed else config.dim,
+                pool_to=(config.dim or models.GROUP_DIM) if mixed else None,
+                stem=config.stem,
+                channels=source.shape[0],
+                image_size=source.shape[-1],
+                vocab=source.vocab,
+                seed=seed_for(config.seed, "init"),
+            )
+            for name in models.GROUPS.get(config.model, (config.model,))
+        ]
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

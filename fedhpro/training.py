@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,22 +24,38 @@ from .randomness import generator
 @dataclass(frozen=True)
 class LocalSettings:
     epochs: int
+    steps: int | None  # where given, so many steps instead of epochs
     batch_size: int
     lr: float
+    lr_schedule: Literal["constant", "cosine", "exponential"]
+    lr_decay: float
+    rounds: int
     momentum: float
     weight_decay: float
     optimizer: Literal["sgd", "adam"]
 
+    def lr_of(self, round: int) -> float:
+        """The learning rate of a round, counted from 1."""
+        done = max(0, round - 1)
+        if self.lr_schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * done / self.rounds)) / 2
+        return self.lr * self.lr_decay**done if self.lr_schedule == "exponential" else self.lr
+
 
 def train(
-    client: LocalClient, method: Method, frozen: dict[str, Net], settings: LocalSettings, rng: torch.Generator
+    client: LocalClient,
+    method: Method,
+    frozen: dict[str, Net],
+    settings: LocalSettings,
+    lr: float,
+    rng: torch.Generator,
 ) -> tuple[Tensors, Tensors]:
-    """E epochs of local training -> the loss's context, and the mean of each of its terms over the steps."""
+    """Local training -> the loss's context, and the mean of each of its terms over the steps."""
     net, context = client.net, method.prepare(client)
-    optimizer = make_optimizer(net, settings)
+    optimizer = make_optimizer(net, settings, lr)
     totals: Tensors = {}
     steps = 0
-    for number in range(settings.epochs):
+    for number in range(settings.epochs) if settings.steps is None else itertools.count():
         if number > 0:
             context = method.refresh(client, context)
         net.train()
@@ -45,6 +63,10 @@ def train(
             terms = step(net, frozen, method, optimizer, x, y, context)
             totals = {name: totals[name] + value if totals else value for name, value in terms.items()}
             steps += 1
+            if steps == settings.steps:
+                break
+        if steps == settings.steps:
+            break
     return context, {name: total / steps for name, total in totals.items()}
 
 
@@ -64,68 +86,20 @@ def step(
     return {name: term.detach() for name, term in terms.items()}
 
 
-def make_optimizer(net: Net, settings: LocalSettings) -> torch.optim.Optimizer:
+def make_optimizer(net: Net, settings: LocalSettings, lr: float) -> torch.optim.Optimizer:
     """A new one each round: momentum does not cross rounds."""
     if settings.optimizer == "adam":
-        return torch.optim.Adam(net.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True)
-    return torch.optim.SGD(
-        net.parameters(), settings.lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
-    )
+        return torch.optim.Adam(net.parameters(), lr, weight_decay=settings.weight_decay, fused=True)
+    return torch.optim.SGD(net.parameters(), lr, settings.momentum, weight_decay=settings.weight_decay, fused=True)
 
 
-class LocalTrainer:
-    """A net with everything that training and testing of any client need; engines keep one per process."""
+class Bench:
+    """A net that serves the clients of one architecture in turn, its start, and the frozen nets beside it."""
 
-    def __init__(
-        self,
-        net: Net,
-        method: Method,
-        exchange: str,
-        settings: LocalSettings,
-        transform: Transform,
-        clients: Sequence[ClientData],
-        tests: dict[str, Split],
-        seed: int,
-    ) -> None:
-        self.net, self.method, self.exchange, self.settings = net, method, exchange, settings
-        self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
+    def __init__(self, net: Net, frozen: Sequence[str]) -> None:
+        self.net = net
         self.initial = {name: value.clone() for name, value in model_tensors(net).items()}
-        self.frozen = {name: copy.deepcopy(net).requires_grad_(False).eval() for name in method.frozen}
-
-    def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
-        """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
-        return self.update_on(self.clients[k].train, round, k, received, memory)
-
-    def update_on(self, data: Split, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
-        self.load(received, memory)
-        extras = section(received, "extra")
-        client = LocalClient(self.net, data, self.transform, extras, memory, generator(self.seed, "client", round, k))
-        self.net.dropout.generator = generator(self.seed, "dropout", round, k)
-        rng = generator(self.seed, "batches", round, k)
-        context, losses = train(client, self.method, self.frozen, self.settings, rng)
-        with torch.no_grad():
-            report = self.method.report(client, context)
-            remembered = self.method.remember(client, report)
-        state = model_tensors(self.net)
-        upload = {f"model/{name}": state[name].clone() for name in state if travels(name, self.exchange)}
-        upload |= {f"report/{name}": value.clone() for name, value in report.items()}
-        upload |= {f"loss/{name}": value for name, value in losses.items()}
-        upload["samples"] = torch.tensor(len(data))
-        private = {f"net/{name}": state[name].clone() for name in state if not travels(name, self.exchange)}
-        return upload, {name: value.clone() for name, value in remembered.items()} | private
-
-    @torch.no_grad()
-    def evaluate(self, test: str, received: Tensors, memory: Tensors) -> Tensors:
-        """For each way to predict, the confusion matrix [C, C] (true, predicted) on a test set."""
-        self.load(received, memory)
-        self.net.eval()
-        extras, split, C = section(received, "extra"), self.tests[test], self.net.num_classes
-        counts: Tensors = {}
-        for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
-            for name, logits in self.method.predict(self.net, self.transform.plain(x), extras).items():
-                found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
-                counts[name] = counts[name] + found if name in counts else found
-        return {name: count.reshape(C, C) for name, count in counts.items()}
+        self.frozen = {name: copy.deepcopy(net).requires_grad_(False).eval() for name in frozen}
 
     @torch.no_grad()
     def load(self, received: Tensors, memory: Tensors) -> None:
@@ -134,6 +108,67 @@ class LocalTrainer:
         copy_into(self.net, source)
         for name, net in self.frozen.items():
             copy_into(net, source | section(memory, name))
+
+
+class LocalTrainer:
+    """Everything that training and testing of any client need; engines keep one per process."""
+
+    def __init__(
+        self,
+        nets: Sequence[Net],
+        method: Method,
+        exchange: str,
+        settings: LocalSettings,
+        transform: Transform,
+        clients: Sequence[ClientData],
+        tests: dict[str, Split],
+        seed: int,
+    ) -> None:
+        self.method, self.exchange, self.settings = method, exchange, settings
+        self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
+        self.benches = [Bench(net, method.frozen) for net in nets]
+
+    def kind(self, k: int | None) -> int:
+        """Which of the architectures client k has; the global model has the first."""
+        return 0 if k is None else k % len(self.benches)
+
+    def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+        """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
+        return self.update_on(self.clients[k].train, round, k, received, memory)
+
+    def update_on(self, data: Split, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+        bench = self.benches[self.kind(k)]
+        bench.load(received, memory)
+        net, extras = bench.net, section(received, "extra")
+        client = LocalClient(net, data, self.transform, extras, memory, generator(self.seed, "client", round, k))
+        net.dropout.generator = generator(self.seed, "dropout", round, k)
+        rng = generator(self.seed, "batches", round, k)
+        lr = self.settings.lr_of(round)
+        context, losses = train(client, self.method, bench.frozen, self.settings, lr, rng)
+        with torch.no_grad():
+            report = self.method.report(client, context)
+            remembered = self.method.remember(client, report)
+        state = model_tensors(net)
+        upload = {f"model/{name}": state[name].clone() for name in state if travels(name, self.exchange)}
+        upload |= {f"report/{name}": value.clone() for name, value in report.items()}
+        upload |= {f"loss/{name}": value for name, value in losses.items()}
+        upload["samples"] = torch.tensor(len(data))
+        private = {f"net/{name}": state[name].clone() for name in state if not travels(name, self.exchange)}
+        return upload, {name: value.clone() for name, value in remembered.items()} | private
+
+    @torch.no_grad()
+    def evaluate(self, test: str, k: int | None, received: Tensors, memory: Tensors) -> Tensors:
+        """The global model, or client k's: for each way to predict, the confusion matrix [C, C] (true, predicted)."""
+        bench = self.benches[self.kind(k)]
+        bench.load(received, memory)
+        net = bench.net.eval()
+        extras, split, C = section(received, "extra"), self.tests[test], net.num_classes
+        counts: Tensors = {}
+        for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
+            for name, logits in self.method.predict(net, self.transform.plain(x), extras).items():
+                found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
+                counts[name] = counts[name] + found if name in counts else found
+        return {name: count.reshape(C, C) for name, count in counts.items()}
 
 
 def travels(name: str, exchange: str) -> bool:

@@ -184,7 +184,7 @@ def test_gradients_before_training_are_those_of_the_received_model(tiny_source):
     with Federation(configure(**(TINY | {"gradients": "before"})), tiny_source) as federation:
         sent = federation.sent()
         upload, _ = federation.trainer.update(1, 0, sent, {})
-        federation.trainer.load(sent, {})
+        federation.trainer.benches[0].load(sent, {})
         who = client(FedHPro(), federation.state, model=federation.net)
         who.data, who.transform = federation.clients[0].train, federation.trainer.transform
         torch.testing.assert_close(upload["report/gradients"], FedHPro().class_gradients(who)["gradients"])

@@ -41,6 +41,7 @@ class Source:
     std: tuple[float, ...] = IMAGENET_STD
     crop: int = 4  # training images are padded by this much and cropped at random
     flip: bool = False  # digits are not flipped
+    vocab: int | None = None  # texts: number of token ids; None: images
 
     @property
     def num_classes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
 from ..methods.base import Tensors
 from ..training import LocalTrainer
@@ -60,10 +61,7 @@ class InProcess:
 
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
         with one_thread():
-            return [
-                self.trainer.evaluate(test.name, sent, {} if test.client is None else memories.get(test.client, {}))
-                for test in tests
-            ]
+            return [self.trainer.evaluate(test.name, test.client, sent, _memory_of(test, memories)) for test in tests]
 
     def close(self) -> None:
         pass
@@ -78,12 +76,16 @@ class WorkerPool:
 
     SLOTS = 2
 
-    def __init__(self, trainer: LocalTrainer, workers: int, sent: Tensors, upload: Tensors, memory: Tensors) -> None:
+    def __init__(
+        self, trainer: LocalTrainer, workers: int, sent: Tensors, upload: Tensors, memories: Sequence[Tensors]
+    ) -> None:
+        """What is sent and uploaded has one form; what is remembered, one for each architecture."""
+        self.trainer = trainer
         # fork shares the data sets for free; other systems start a fresh interpreter and receive them once
         context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self.sent = SharedTensors(sent)
+        self.sent = SharedTensors([sent])
         self.slots = [
-            [(SharedTensors(memory), SharedTensors(upload), SharedTensors(memory)) for _ in range(self.SLOTS)]
+            [(SharedTensors(memories), SharedTensors([upload]), SharedTensors(memories)) for _ in range(self.SLOTS)]
             for _ in range(workers)
         ]
         self.pipes: list[Connection] = []
@@ -112,13 +114,13 @@ class WorkerPool:
                     order, k = waiting.pop()
                     slot = free[worker].pop()
                     memory = memories.get(k, {})
-                    self.slots[worker][slot][0].write(memory)
+                    self.slots[worker][slot][0].write(memory, self.trainer.kind(k))
                     self._send(pipe, ("train", order, round, k, slot, bool(memory)))
                     busy.add(worker)
             for worker, (order, k, slot, error) in self._answers(busy):
                 busy.remove(worker)
                 _, upload, memory_out = self.slots[worker][slot]
-                done[order] = (worker, slot, Answer(k, upload.tensors, memory_out.tensors, error))
+                done[order] = (worker, slot, Answer(k, upload.form(), memory_out.form(self.trainer.kind(k)), error))
             while turn in done:
                 worker, slot, answer = done.pop(turn)
                 yield answer
@@ -134,9 +136,9 @@ class WorkerPool:
             for worker, pipe in enumerate(self.pipes):
                 if waiting and worker not in busy:
                     order, test = waiting.pop()
-                    memory = {} if test.client is None else memories.get(test.client, {})
-                    self.slots[worker][0][0].write(memory)
-                    self._send(pipe, ("evaluate", order, test.name, bool(memory)))
+                    memory = _memory_of(test, memories)
+                    self.slots[worker][0][0].write(memory, self.trainer.kind(test.client))
+                    self._send(pipe, ("evaluate", order, test, bool(memory)))
                     busy.add(worker)
             for worker, (order, found, error) in self._answers(busy):
                 if error is not None:
@@ -177,24 +179,43 @@ class WorkerDied(RuntimeError):
 
 
 class SharedTensors:
-    """Named tensors of fixed shapes in one block of shared memory (a block of its own for each would use up files)."""
+    """Named tensors of fixed shapes in one block of shared memory (a block of its own for each would use up files).
+
+    Where there are several forms, for clients of several architectures, they lie in the same block, one at a time.
+    """
 
     ALIGN = 64
 
-    def __init__(self, template: Tensors) -> None:
-        ends, total = [], 0
-        for value in template.values():
-            ends.append((total, total + value.numel() * value.element_size()))
-            total = -(-ends[-1][1] // self.ALIGN) * self.ALIGN
-        self.block = torch.zeros(max(total, 1), dtype=torch.uint8).share_memory_()
-        self.tensors = {
-            name: self.block[start:end].view(value.dtype).view(value.shape)
-            for (name, value), (start, end) in zip(template.items(), ends, strict=True)
-        }
+    def __init__(self, forms: Sequence[Tensors]) -> None:
+        layouts = [self._layout(form) for form in forms]
+        size = max(end for layout in layouts for *_, end in layout.values()) if any(layouts) else 1
+        self.block = torch.zeros(size, dtype=torch.uint8).share_memory_()
+        self.forms = [
+            {
+                name: self.block[start:end].view(like.dtype).view(like.shape)
+                for name, (like, start, end) in layout.items()
+            }
+            for layout in layouts
+        ]
 
-    def write(self, tensors: Tensors) -> None:
+    def form(self, kind: int = 0) -> Tensors:
+        return self.forms[kind]
+
+    def write(self, tensors: Tensors, kind: int = 0) -> None:
         for name, value in tensors.items():
-            self.tensors[name].copy_(value)
+            self.forms[kind][name].copy_(value)
+
+    def _layout(self, form: Tensors) -> dict[str, tuple[Tensor, int, int]]:
+        layout, start = {}, 0
+        for name, value in form.items():
+            end = start + value.numel() * value.element_size()
+            layout[name] = (value, start, end)
+            start = -(-end // self.ALIGN) * self.ALIGN
+        return layout
+
+
+def _memory_of(test: Test, memories: Memories) -> Tensors:
+    return {} if test.client is None else memories.get(test.client, {})
 
 
 def _train(trainer: LocalTrainer, round: int, k: int, sent: Tensors, memory: Tensors) -> Answer:
@@ -224,16 +245,18 @@ def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors
     if message[0] == "train":
         _, order, round, k, slot, has_memory = message
         memory_in, upload, memory_out = slots[slot]
-        answer = _train(trainer, round, k, sent.tensors, memory_in.tensors if has_memory else {})
+        kind = trainer.kind(k)
+        answer = _train(trainer, round, k, sent.form(), memory_in.form(kind) if has_memory else {})
         try:
             upload.write(answer.upload)
-            memory_out.write(answer.memory)
+            memory_out.write(answer.memory, kind)
         except Exception as error:
             answer.error = f"{type(error).__name__}: {error}"
         return order, k, slot, answer.error
-    _, order, name, has_memory = message
+    _, order, test, has_memory = message
+    memory = slots[0][0].form(trainer.kind(test.client)) if has_memory else {}
     try:
-        found = trainer.evaluate(name, sent.tensors, slots[0][0].tensors if has_memory else {})
+        found = trainer.evaluate(test.name, test.client, sent.form(), memory)
         return order, {head: matrix.tolist() for head, matrix in found.items()}, None
     except Exception as error:
         return order, {}, f"{type(error).__name__}: {error}"

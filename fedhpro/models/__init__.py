@@ -14,7 +14,7 @@ from .mobilenet import MobileNetV2
 from .resnet import resnet10, resnet18, resnet34, resnet50, resnet101
 from .textcnn import TextCNN
 
-__all__ = ["MODELS", "STEMS", "Dropout", "Net", "Spec", "build"]
+__all__ = ["GROUPS", "GROUP_DIM", "MODELS", "STEMS", "Dropout", "Net", "Spec", "build"]
 
 MODELS: dict[str, Callable[[Spec], Net]] = {
     "resnet10": resnet10,
@@ -27,6 +27,14 @@ MODELS: dict[str, Callable[[Spec], Net]] = {
     "googlenet": GoogLeNet,
     "textcnn": TextCNN,
 }
+# Mixed federations of the paper: client k has network k mod X. Their features are averaged to one width.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "htfe2": ("cnn", "resnet18"),
+    "htfe3": ("resnet10", "resnet18", "resnet34"),
+    "htfe5": ("googlenet", "resnet10", "resnet18", "resnet34", "resnet50"),
+    "htfe8": ("cnn", "googlenet", "mobilenetv2", "resnet10", "resnet18", "resnet34", "resnet50", "resnet101"),
+}
+GROUP_DIM = 512
 FIXED_WIDTH = {"cnn", "mobilenetv2", "googlenet"}
 
 
