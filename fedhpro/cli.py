@@ -112,12 +112,14 @@ def resume(
 @app.command()
 def compare(
     arguments: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="METHOD... [KEY=VALUE]...",
             help="Methods, each maybe with settings of its own (fedhpro:M=0,I=1), then keys for all.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The nine methods of the paper.")] = False,
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
     control: Annotated[
         bool, typer.Option(help="Beside FedHPro, its control with frozen hyper-prototypes (M=0).")
@@ -128,13 +130,18 @@ def compare(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Run the same federation with several methods and seeds: one table of means and standard deviations."""
+    """Run the same federation with several methods and seeds: one table of means and standard deviations.
+
+    The same command with the same --out goes on where it was interrupted.
+    """
     from . import comparison, runs
 
+    arguments = arguments or []
     names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
     common = parse(a for a in arguments if a not in names)
+    names = [*(comparison.ALL if everything else ()), *names]
     if not names:
-        raise ConfigError("name at least one method")
+        raise ConfigError("name at least one method, or give --all")
     for name in ("method", "seed", "out"):
         if name in common:
             raise ConfigError(f"{name} is not a key here: methods and --seeds and --out say it")
@@ -145,7 +152,7 @@ def compare(
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):
             out.rule(escape(title), align="left")
-        return runs.run(config, callbacks=_callbacks(quiet, as_json))
+        return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json))
 
     found = comparison.compare(rows, _seeds(seeds), common, start)
     found.save()

@@ -17,6 +17,9 @@ from .files import write_atomically
 from .report.curves import draw_curves
 from .runs import Result
 
+# the paper's methods in its order
+ALL = ("fedavg", "fedprox", "moon", "fedproto", "fedtgp", "fedgmkd", "fedrcl", "fedsa", "fedhpro")
+
 
 @dataclass(frozen=True)
 class Entry:

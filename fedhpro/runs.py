@@ -96,6 +96,15 @@ def resume(
     return _go(federation, folder, history, callbacks)
 
 
+def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = ()) -> Result:
+    """The run of that folder: done already, to be gone on with, or new."""
+    if not (Path(config.out) / "config.toml").is_file():
+        return run(config, callbacks=callbacks)
+    if configuration.load(Path(config.out)) != config:
+        raise ConfigError(f"{config.out} holds a run with another config: choose another folder")
+    return resume(config.out, callbacks=callbacks)
+
+
 def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:
     config = federation.config
     result = Result(folder.path, config, history, "running")

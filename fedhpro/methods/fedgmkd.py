@@ -33,6 +33,7 @@ class FedGMKD(PrototypeMethod):
     b: NonNegative = 0.2  # what is added to every weight (original: 0.2)
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
+        """Q's rows are distributions, or 0 as long as nobody has sent one: hyper-prototypes are there before Q is."""
         return super().server_state(net, rng) | {"Q": torch.zeros(net.num_classes, net.num_classes)}
 
     def broadcast(self, state: Tensors) -> Tensors:
@@ -42,11 +43,12 @@ class FedGMKD(PrototypeMethod):
         z, P, present = net.features(x), context["P"], context["present"]
         h = net.classifier
         soft = torch.softmax((P @ h.weight.T + h.bias) / self.temperature, dim=1)
-        distances = ((soft - context["Q"]) ** 2).sum(1) * present  # only the classifier learns from this
+        known = context["Q"].any(1)
+        distances = ((soft - context["Q"]) ** 2).sum(1) * known  # only the classifier learns from this
         return {
             "ce": F.cross_entropy(net.classify(z), y),
             "proto": self.lam * pull(z, y, P, present),
-            "soft": self.gamma * distances.sum() / present.sum().clamp_min(1),
+            "soft": self.gamma * distances.sum() / known.sum().clamp_min(1),
         }
 
     def report(self, client: Client, context: Tensors) -> Tensors:
@@ -75,6 +77,6 @@ class FedGMKD(PrototypeMethod):
         share = counts / counts.sum(0).clamp_min(1)
         tiny = torch.finfo(soft.dtype).tiny
         log_ratio = torch.log(soft.clamp_min(tiny)) - torch.log(state["Q"].clamp_min(tiny))
-        divergence = (soft * log_ratio).sum(2) * state["present"]  # KL(q_k^c || Q^c); 0 before there is a Q
+        divergence = (soft * log_ratio).sum(2) * state["Q"].any(1)  # KL(q_k^c || Q^c); 0 before there is a Q
         raw = F.relu(share - self.a * divergence + self.b) * (counts > 0)
         return torch.where(raw.sum(0) > 0, raw / raw.sum(0).clamp_min(tiny), share)

@@ -77,7 +77,7 @@ class FedSA(PrototypeMethod):
 
 def mean_nearest(vectors: Tensor, present: Tensor) -> Tensor:
     """The mean, over the present classes, of the distance to the nearest other one; 0 where there is no other."""
-    distances = torch.cdist(vectors, vectors)
+    distances = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
     other = present & ~torch.eye(len(vectors), dtype=torch.bool, device=vectors.device)
     nearest = distances.masked_fill(~other, torch.inf).amin(1)
     counted = present & nearest.isfinite()

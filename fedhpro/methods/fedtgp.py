@@ -67,8 +67,8 @@ class FedTGP(FedProto):
         centres, present = eq.global_prototypes(means, counts, "uniform")
         if int(present.sum()) < 2:
             return means.new_zeros(())
-        distances = torch.cdist(centres[present], centres[present]).fill_diagonal_(torch.inf)
-        return distances.amin(1).amax().clamp_max(self.max_margin)
+        distances = torch.cdist(centres[present], centres[present], compute_mode="donot_use_mm_for_euclid_dist")
+        return distances.fill_diagonal_(torch.inf).amin(1).amax().clamp_max(self.max_margin)
 
 
 def generate(network: Tensors) -> Tensor:

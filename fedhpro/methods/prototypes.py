@@ -55,4 +55,5 @@ def pull(z: Tensor, y: Tensor, P: Tensor, present: Tensor) -> Tensor:
 
 def nearest(z: Tensor, P: Tensor, present: Tensor) -> Tensor:
     """Logits whose largest is the class of the nearest prototype."""
-    return (-torch.cdist(z, P)).masked_fill(~present, -torch.inf)
+    distances = torch.cdist(z, P, compute_mode="donot_use_mm_for_euclid_dist")
+    return (-distances).masked_fill(~present, -torch.inf)

@@ -1,0 +1,78 @@
+"""Class prototypes of any finished run, for pictures and distances.
+
+A method that keeps prototypes shows its own: hyper-prototypes S, anchors A, or global prototypes P. One that has none
+(FedAvg, FedProx, MOON, FedRCL) gets the class means of the clients' training features under its global model. Distances
+only mean something between prototypes of one feature space, so the means under the run's own model come along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import config as configuration
+from .client import EVAL_BATCH
+from .data.batches import Transform
+from .data.sources import Source, Split
+from .equations import class_means
+from .errors import RunError
+from .federation import Federation
+from .files import load_tensors
+from .models.base import Net
+from .training import copy_into
+
+KINDS = {"S": "hyper-prototypes", "A": "anchors", "P": "global prototypes"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    kind: str  # what `prototypes` are
+    prototypes: Tensor  # [C, I, d]; I is 1 for all but hyper-prototypes
+    present: Tensor  # [C]: the classes that have any
+    means: Tensor  # [C, d]: class means of all clients' training features under the global model
+    domains: dict[str, Tensor]  # the same for the test set of each domain
+
+
+@torch.no_grad()
+def features(net: Net, split: Split, transform: Transform) -> Tensor:
+    """z of every sample, in eval mode."""
+    net.eval()
+    return torch.cat([net.features(transform.plain(x)) for x in split.x.split(EVAL_BATCH)])
+
+
+def probe(run: str | Path, source: Source | None = None) -> Probe:
+    """The prototypes of a run folder whose models were exchanged."""
+    folder = Path(run)
+    federation = Federation(configuration.load(folder), source)
+    if not (folder / "model.safetensors").exists():
+        raise RunError(f"{folder} has no global model: its models stayed with the clients, or it has no finished round")
+    net, transform, C = federation.net, federation.trainer.transform, federation.source.num_classes
+    tensors, _ = federation_state(folder)
+    with torch.no_grad():
+        copy_into(net, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")})
+    z = torch.cat([features(net, client.train, transform) for client in federation.clients])
+    means, counts = class_means(z, torch.cat([client.train.y for client in federation.clients]), C)
+    domains = {
+        domain.name: class_means(features(net, domain.test, transform), domain.test.y, C)[0]
+        for domain in federation.source.domains
+    }
+    for key, kind in KINDS.items():
+        if f"state/{key}" in tensors and f"extra/{key}" in federation.sent():
+            own = tensors[f"state/{key}"]
+            present = tensors.get("state/present", torch.ones(C, dtype=torch.bool))
+            everywhere = torch.ones(C, dtype=torch.bool)
+            return Probe(
+                kind, own if own.dim() == 3 else own[:, None], present if key == "P" else everywhere, means, domains
+            )
+    return Probe("class means under the global model", means[:, None], counts > 0, means, domains)
+
+
+def federation_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Model and server state of the newest checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("round-*.safetensors"))
+    if not newest:
+        raise RunError(f"{folder} has no checkpoint")
+    return load_tensors(newest[-1])
