@@ -35,6 +35,7 @@ class LocalClient:
         """z and y in eval mode, without gradients; with a limit, at most so many random samples of each class."""
         self.net.eval()
         rows = torch.arange(len(self.data)) if limit is None else self._some_of_each_class(limit)
+        rows = rows.to(self.data.y.device)
         z = []
         for part in rows.split(EVAL_BATCH):
             x = (
@@ -48,11 +49,12 @@ class LocalClient:
     def batches(self, batch_size: int, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of augmented batches."""
         for rows in epoch(len(self.data), batch_size, rng):
+            rows = rows.to(self.data.y.device)
             yield self.transform.batch(self._padded, rows, rng), self.data.y[rows]
 
     def _some_of_each_class(self, limit: int) -> Tensor:
         order = torch.randperm(len(self.data), generator=self.rng)
-        y = self.data.y[order]
+        y = self.data.y.cpu()[order]
         rank = torch.zeros_like(y)
         for c in range(self.net.num_classes):
             rank[y == c] = torch.arange(int((y == c).sum()))

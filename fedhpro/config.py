@@ -79,7 +79,7 @@ class Config(BaseModel):
     held_out: float = Field(0.2, gt=0, lt=1, description="share that clients hold out when evaluation is federated")
     evaluate_every: int = Field(1, ge=1, description="rounds between evaluations; the last round always is")
     # machine and files
-    engine: Literal["cpu"] = Field("cpu", description="where clients run")
+    engine: Literal["cpu", "cuda"] = Field("cpu", description="where clients run; cuda: one after the other on a GPU")
     workers: int | None = Field(None, ge=0, description="worker processes; none: one per core; 0: in this process")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")

@@ -13,6 +13,10 @@ class PartitionError(UserError):
     """A federation that cannot be cut from the samples at hand."""
 
 
+class DataError(UserError):
+    """Data that is missing or cannot be read."""
+
+
 class RunError(UserError):
     """A run folder, or a file to predict on, that cannot be used."""
 

@@ -17,7 +17,7 @@ from .errors import ConfigError, FederationStalled
 from .evaluation import accuracy, class_accuracies, client_summary, domain_accuracies, mean
 from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
-from .training import LocalSettings, LocalTrainer, model_tensors, section, travels
+from .training import LocalSettings, LocalTrainer, owned, section, travels
 
 Record = dict[str, Any]
 
@@ -66,21 +66,21 @@ class Federation:
             self.clients,
             self._test_sets(),
             config.seed,
+            choose_device(config),
         )
         # what the server owns
         self.round = 0
         self.stalled = 0
-        self.model = {
-            name: value.clone() for name, value in model_tensors(self.net).items() if travels(name, self.exchange)
-        }
-        self.state = self.method.server_state(self.net, generator(config.seed, "server"))
+        start = owned(self.trainer.benches[0].initial)
+        self.model = {name: value for name, value in start.items() if travels(name, self.exchange)}
+        self.state = owned(self.method.server_state(self.net, generator(config.seed, "server")))
         self.memories: Memories = {}
         self._rehearse()
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
         workers = worker_count(self.config, len(self.clients))
-        if workers == 0:
+        if workers == 0 or self.trainer.device.type != "cpu":
             self.engine = InProcess(self.trainer)
         else:
             self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory_forms)
@@ -280,6 +280,12 @@ def choose_exchange(config: Config, method: Method) -> str:
     if config.exchange not in allowed:
         raise ConfigError(f"exchange={config.exchange}: {config.method} exchanges {' or '.join(allowed)}")
     return config.exchange
+
+
+def choose_device(config: Config) -> torch.device:
+    if config.engine == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine=cuda: torch sees no GPU on this machine")
+    return torch.device(config.engine)
 
 
 def build_nets(config: Config, source: Source) -> list[models.Net]:

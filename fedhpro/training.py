@@ -123,10 +123,12 @@ class LocalTrainer:
         clients: Sequence[ClientData],
         tests: dict[str, Split],
         seed: int,
+        device: torch.device | None = None,
     ) -> None:
         self.method, self.exchange, self.settings = method, exchange, settings
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
-        self.benches = [Bench(net, method.frozen) for net in nets]
+        self.device = device or torch.device("cpu")
+        self.benches = [Bench(net.to(self.device), method.frozen) for net in nets]
 
     def kind(self, k: int | None) -> int:
         """Which of the architectures client k has; the global model has the first."""
@@ -137,6 +139,7 @@ class LocalTrainer:
         return self.update_on(self.clients[k].train, round, k, received, memory)
 
     def update_on(self, data: Split, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+        data, received, memory = data.to(self.device), self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
         net, extras = bench.net, section(received, "extra")
@@ -149,26 +152,35 @@ class LocalTrainer:
             report = self.method.report(client, context)
             remembered = self.method.remember(client, report)
         state = model_tensors(net)
-        upload = {f"model/{name}": state[name].clone() for name in state if travels(name, self.exchange)}
-        upload |= {f"report/{name}": value.clone() for name, value in report.items()}
+        upload = {f"model/{name}": state[name] for name in state if travels(name, self.exchange)}
+        upload |= {f"report/{name}": value for name, value in report.items()}
         upload |= {f"loss/{name}": value for name, value in losses.items()}
         upload["samples"] = torch.tensor(len(data))
-        private = {f"net/{name}": state[name].clone() for name in state if not travels(name, self.exchange)}
-        return upload, {name: value.clone() for name, value in remembered.items()} | private
+        private = {f"net/{name}": state[name] for name in state if not travels(name, self.exchange)}
+        return owned(upload), owned(remembered | private)
 
     @torch.no_grad()
     def evaluate(self, test: str, k: int | None, received: Tensors, memory: Tensors) -> Tensors:
         """The global model, or client k's: for each way to predict, the confusion matrix [C, C] (true, predicted)."""
+        received, memory = self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
         net = bench.net.eval()
-        extras, split, C = section(received, "extra"), self.tests[test], net.num_classes
+        extras, split, C = section(received, "extra"), self.tests[test].to(self.device), net.num_classes
         counts: Tensors = {}
         for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
             for name, logits in self.method.predict(net, self.transform.plain(x), extras).items():
                 found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
                 counts[name] = counts[name] + found if name in counts else found
-        return {name: count.reshape(C, C) for name, count in counts.items()}
+        return {name: count.reshape(C, C).cpu() for name, count in counts.items()}
+
+    def here(self, tensors: Tensors) -> Tensors:
+        return {name: value.to(self.device) for name, value in tensors.items()}
+
+
+def owned(tensors: Tensors) -> Tensors:
+    """Copies in main memory: what the net holds goes on changing with the next client."""
+    return {name: value.clone() if value.device.type == "cpu" else value.cpu() for name, value in tensors.items()}
 
 
 def travels(name: str, exchange: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -24,9 +25,8 @@ class Transform:
     def plain(self, x: Tensor) -> Tensor:
         if x.dtype != torch.uint8:
             return x
-        scale = 1 / (255 * torch.tensor(self.std, device=x.device))
-        shift = torch.tensor(self.mean, device=x.device) / torch.tensor(self.std, device=x.device)
-        return torch.addcmul(-shift[:, None, None], x.float(), scale[:, None, None])
+        offset, scale = _normalisation(self.mean, self.std, x.device)
+        return torch.addcmul(offset, x.float(), scale)
 
     def padded(self, x: Tensor) -> Tensor:
         """Done once per client and round, so that a crop is only a window."""
@@ -51,6 +51,12 @@ class Transform:
             flipped = (torch.rand(draws, generator=rng) < 0.5).to(padded.device)
             images = torch.where(flipped.expand(len(index))[:, None, None, None], images.flip(3), images)
         return self.plain(images).contiguous()
+
+
+@functools.cache  # on a GPU, a copy of constants in every step would wait for it
+def _normalisation(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    m, s = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
+    return (-m / s).to(device), (1 / (255 * s)).to(device)
 
 
 def epoch(n: int, batch_size: int, rng: torch.Generator) -> Iterator[Tensor]:

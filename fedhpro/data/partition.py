@@ -54,6 +54,42 @@ def dirichlet_equalised(labels: np.ndarray, clients: int, alpha: float, rng: np.
     return [np.sort(part) for part in np.array_split(np.concatenate(shuffled), clients)]
 
 
+# AG-NID: clients in all -> those with two classes; the pairs in rotation, so that among 40 each class is in 20
+AG_NID = {10: 5, 50: 40}
+AG_NID_PAIRS = ((0, 1), (2, 3), (0, 2), (1, 3), (0, 3), (1, 2))
+
+
+def ag_nid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Indices:
+    """AG-NID: first the clients with two of the four classes (5 of 10, or 40 of 50), then those with all four.
+
+    A client with four classes gets 1/K of each class, hence of the data. What is left of a class is split evenly over
+    the two-class clients that have it: 20 each for K = 50, which makes all clients equal in size; 3, 2, 2 and 3 for
+    K = 10, whose two-class clients are 25/24 and, with the pair (0, 3), 5/6 of N/K. Sizes are exact up to rounding.
+    """
+    if clients not in AG_NID:
+        raise PartitionError(f"ag-nid is made for 10 or 50 clients, not for {clients}")
+    classes, counts = np.unique(labels, return_counts=True)
+    if not np.array_equal(classes, np.arange(4)):
+        raise PartitionError(f"ag-nid is made for the classes 0 to 3, and the labels are {classes.tolist()}")
+    if counts.min() < clients:
+        raise PartitionError(
+            f"ag-nid with {clients} clients needs {clients} samples of each class, and class {counts.argmin()} has "
+            f"{counts.min()}"
+        )
+    pairs = [AG_NID_PAIRS[k % len(AG_NID_PAIRS)] for k in range(AG_NID[clients])]
+    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    for c in range(4):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        fours = range(len(pairs), clients)
+        cut = round(len(members) * len(fours) / clients)
+        pieces = np.array_split(members[:cut], len(fours))
+        owners = [k for k, pair in enumerate(pairs) if c in pair]
+        pieces += np.array_split(members[cut:], len(owners))
+        for k, piece in zip([*fours, *owners], pieces, strict=True):
+            parts[k].append(piece)
+    return [np.sort(np.concatenate(pieces)) for pieces in parts]
+
+
 def _dirichlet_once(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> Indices:
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
     sizes = np.zeros(clients)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -13,11 +18,14 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Split:
-    x: Tensor  # uint8 [n, channels, height, width]
+    x: Tensor  # images: uint8 [n, channels, height, width]; texts: int64 token ids [n, length], padded with 0
     y: Tensor  # int64 [n], from 0
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.x.to(device), self.y.to(device))
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,8 @@ class Domain:
     train: Split
     validation: Split
     test: Split
-    real: bool  # photographed or scanned, as opposed to rendered here
-    about: str  # one line: what the images are and where they come from
+    real: bool  # photographed, scanned or written by people, as opposed to rendered here
+    about: str  # one line: what the samples are and where they come from
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Source:
     crop: int = 4  # training images are padded by this much and cropped at random
     flip: bool = False  # digits are not flipped
     vocab: int | None = None  # texts: number of token ids; None: images
+    tokenizer: Tokenizer | None = None  # texts: what turned words into ids
 
     @property
     def num_classes(self) -> int:
@@ -63,4 +72,20 @@ def _digits_lite() -> Source:
     return digits_lite.load()
 
 
-SOURCES: dict[str, Callable[[], Source]] = {"digits-lite": _digits_lite}
+def _docs_lite() -> Source:
+    from . import text
+
+    return text.load_docs_lite()
+
+
+def _ag_news() -> Source:
+    from . import text
+
+    return text.load_ag_news()
+
+
+SOURCES: dict[str, Callable[[], Source]] = {
+    "digits-lite": _digits_lite,
+    "docs-lite": _docs_lite,
+    "ag-news": _ag_news,
+}
