@@ -47,7 +47,11 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
     """safetensors, with the checksum of the content and whatever else is to be remembered in its header."""
-    owned = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    owned: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        value = value.detach().cpu().contiguous()
+        shared = any(value.data_ptr() == other.data_ptr() for other in owned.values() if other.numel())
+        owned[name] = value.clone() if shared else value  # safetensors takes no two names for one memory
     write_atomically(path, save(owned, about | {"sha256": checksum(owned)}))
 
 

@@ -13,7 +13,7 @@ import torch
 from conftest import TINY
 
 from fedhpro import config as configuration
-from fedhpro import runs
+from fedhpro import methods, runs
 from fedhpro.config import configure
 from fedhpro.data.clients import ClientData
 from fedhpro.engines import cpu
@@ -21,7 +21,7 @@ from fedhpro.errors import ConfigError, FederationStalled
 from fedhpro.federation import Federation
 from fedhpro.training import section
 
-METHODS = ["fedavg", "fedhpro", "local", "centralised"]
+METHODS = sorted(methods.METHODS)
 
 
 def records(source, **keys):

@@ -13,7 +13,7 @@ import fedhpro
 from fedhpro import equations as eq
 from fedhpro.config import PRESETS, configure
 from fedhpro.federation import Federation
-from fedhpro.methods import fedhpro_variants as variants
+from fedhpro.methods import fedhpro_released as released
 from fedhpro.methods.fedhpro import FedHPro
 from fedhpro.methods.fedhpro_variants import FedHProVariants
 from fedhpro.randomness import generator
@@ -206,7 +206,7 @@ def test_sign_matching_descends_its_formula():
     S, target = torch.randn(3, 2, 5), torch.randn(3, 5)
     W, b = torch.randn(3, 5), torch.randn(3)
     present = torch.tensor([True, True, False])
-    ours = variants.sign_match(S, target, present, W, b, steps=1, lr=0.1)
+    ours = released.sign_match(S, target, present, W, b, steps=1, lr=0.1)
     S = S.requires_grad_()
     g = eq.hyper_gradients(S, W, b)
     loss = sum(1 - target[c, q] * g[c, q] / (abs(target[c, q] * g[c, q]) + 1e-6) for c in (0, 1) for q in range(5))
@@ -220,7 +220,7 @@ def test_margin_beside_the_exponentials():
     s = eq.similarity(z, S)
     denominator = torch.exp(s / 0.2).sum(1) + margin
     expected = -torch.log(torch.exp(s / 0.2)[torch.arange(6), y] / denominator).mean()
-    torch.testing.assert_close(variants.hpcl_with_margin_beside(z, y, S, margin, 0.2), expected)
+    torch.testing.assert_close(released.hpcl(z, y, S, margin, 0.2), expected)
     means = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
     inner = FedHProVariants(margin="denominator").margin_of(means, torch.tensor([1, 1, 0]))
     assert inner.item() == pytest.approx(2 * 5 / 4)
@@ -239,7 +239,7 @@ def test_weight_gradients_equal_autograd():
     torch.manual_seed(0)
     z, y = torch.randn(9, 5), torch.randint(0, 2, (9,))
     h = torch.nn.Linear(5, 3)
-    ours = variants.weight_gradients(z, y, h.weight.detach(), h.bias.detach())
+    ours = released.weight_gradients(z, y, h.weight.detach(), h.bias.detach())
     for c in (0, 1):
         (expected,) = torch.autograd.grad(F.cross_entropy(h(z[y == c]), y[y == c]), h.weight)
         torch.testing.assert_close(ours[c], expected)
@@ -253,3 +253,16 @@ def test_retraining_gives_a_classifier_that_knows_its_synthetic_features():
     logits = new["synthetic"] @ override["classifier.weight"].T + override["classifier.bias"]
     assert (logits.argmax(2) == torch.arange(C)[:, None]).float().mean() > 0.7  # chance is 0.25
     assert not torch.equal(new["synthetic"], state["synthetic"])
+
+
+def test_every_mix_of_switches_that_share_code_runs(tiny_source):
+    for keys in (
+        {"hpcl": "off", "hpal": "off", "retrain_classifier": True},
+        {"hpcl": "global", "hpal": "global", "retrain_classifier": True, "gradients": "before"},
+        {"hpcl": "global", "margin": "denominator"},
+        {"hyper_init": "prototypes", "margin": "denominator", "margin_per": "epoch", "local_epochs": 2},
+    ):
+        history, *_ = run(tiny_source, **keys)
+        assert len(history) == 2 and history[-1]["aggregated"] and not history[-1]["refused"]
+    history, *_ = run(tiny_source, hpcl="global", margin="denominator")
+    assert history[0]["loss"]["hpcl"] == 0  # no prototypes yet

@@ -111,7 +111,7 @@ def cross_entropy(model, x, y):
 
 
 def check(term, reference, *leaves):
-    torch.testing.assert_close(float(term), reference(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(term.item(), reference(), rtol=1e-6, atol=1e-9)
     gradients = torch.autograd.grad(term, leaves, retain_graph=True, allow_unused=True)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         slopes, flat = torch.zeros(leaf.numel()).double(), leaf.data.view(-1)
@@ -206,7 +206,7 @@ def test_fedprox_is_half_mu_times_the_squared_distance_of_the_trained_parameters
 def test_fedprox_is_zero_and_smooth_at_the_start():
     model, received, (x, y) = Normed(1), Normed(1), batch()
     terms = FedProx(mu=1e6).loss(model, {"received": received}, x, y, {})
-    assert float(terms["prox"].detach()) == 0.0
+    assert terms["prox"].item() == 0.0
     assert all((g == 0).all() for g in torch.autograd.grad(terms["prox"], list(model.parameters())))
 
 
@@ -240,7 +240,7 @@ def test_moon_contrasts_cosines_with_the_received_and_the_previous_model(labels,
 
 def test_moon_without_a_previous_model_is_zero_and_not_log_2():
     terms, model, _, x, _ = moon_terms(has_previous=False)
-    assert float(terms["contrast"].detach()) == 0.0
+    assert terms["contrast"].item() == 0.0
     check(terms["contrast"], lambda: 0.0, x, *model.parameters())
 
 
@@ -307,7 +307,7 @@ def rcl(vectors, labels, **keys):
     terms = FedRCL(**keys).loss(model, {}, vectors, torch.tensor(labels), {})
     sum(terms.values()).backward()
     assert vectors.grad.isfinite().all()
-    return {name: float(term.detach()) for name, term in terms.items()}
+    return {name: term.item() for name, term in terms.items()}
 
 
 @pytest.mark.parametrize("s, pushed", [(0.69, False), (0.71, True), (0.95, True)])
@@ -352,7 +352,7 @@ def test_the_first_round_is_cross_entropy_only(method):
     model, (x, y) = Bare(), batch()
     terms = method.loss(model, {}, x, y, method.broadcast(start(method)))
     check(terms["ce"], cross_entropy(model, x, y), x, *model.parameters())
-    assert "proto" in terms and all(float(terms[name].detach()) == 0.0 for name in terms.keys() - {"ce"})
+    assert "proto" in terms and all(terms[name].item() == 0.0 for name in terms.keys() - {"ce"})
     leaves = [x, *model.parameters()]
     whole = torch.autograd.grad(sum(terms.values()), leaves, retain_graph=True)
     alone = torch.autograd.grad(terms["ce"], leaves)
@@ -408,10 +408,13 @@ def test_nearest_prototype_by_loops_even_far_from_the_origin(n):
 # FedTGP
 
 
-def tgp_reference(state, reports, margin, steps, lr):
-    """Embedding -> linear -> ReLU -> linear, taught by plain gradient descent on all uploads at once -> P."""
+def tgp_network(state):
     names = ("embedding", "weight1", "bias1", "weight2", "bias2")
-    network = {name: state[name].clone().requires_grad_() for name in names}
+    return {name: state[name].clone().requires_grad_() for name in names}
+
+
+def tgp_reference(network, reports, margin, steps, lr):
+    """Embedding -> linear -> ReLU -> linear, taught by plain gradient descent on all uploads at once -> P."""
     counts = reports["counts"]
     uploads = [(reports["means"][k, c], c) for k in range(len(counts)) for c in range(C) if counts[k, c] > 0]
 
@@ -437,11 +440,12 @@ def nearest_distances(rows):
 def test_fedtgp_trains_its_generator_from_round_to_round():
     method = FedTGP(server_epochs=4, server_lr=0.2)
     state = start(method)
+    network = tgp_network(state)
     assert not state["present"].any()
     for counts in ([[5, 1, 0, 0], [1, 2, 3, 0]], [[2, 0, 0, 0], [2, 1, 0, 0]]):
         reports = stacked(counts, seed=len(counts[0]) + counts[0][0])
         margin = max(nearest_distances([row.tolist() for row in plain_means(reports).values()]))
-        P = tgp_reference(state, reports, margin, 4, 0.2)
+        P = tgp_reference(network, reports, margin, 4, 0.2)
         state = aggregate(method, state, reports)
         assert float(state["log/margin"]) == pytest.approx(margin)
         torch.testing.assert_close(state["P"], P)
@@ -454,7 +458,7 @@ def test_fedtgp_makes_one_step_per_batch():
     method = FedTGP(server_epochs=3, server_batch=2, server_lr=0.2)
     state = start(method)
     reports = {"means": random(1, C, D).expand(5, C, D), "counts": torch.tensor([[0, 1, 0, 0]] * 5)}
-    P = tgp_reference(state, reports, 0.0, 3 * 3, 0.2)
+    P = tgp_reference(tgp_network(state), reports, 0.0, 3 * 3, 0.2)
     torch.testing.assert_close(aggregate(method, state, reports)["P"], P)
 
 

@@ -129,3 +129,12 @@ def test_a_new_method_is_one_class(tiny_source):
             assert set(federation.next_round()["loss"]) == {"ce", "length"}
     finally:
         del METHODS["shrink"]
+
+
+def test_every_method_file_is_short():
+    from pathlib import Path
+
+    import fedhpro.methods
+
+    for path in Path(fedhpro.methods.__file__).parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 120, path.name

@@ -40,6 +40,9 @@ def cut(
         by_name = {domain.name: domain for domain in source.domains}
         sizes = {name: len(domain.train) for name, domain in by_name.items()}
         parts = partition.domains(sizes, allocation or source.allocation, rng)
+        if source.complete:
+            classes = {name: domain.train.y.numpy() for name, domain in by_name.items()}
+            parts = [(name, partition.with_all_classes(indices, classes[name], rng)) for name, indices in parts]
         owned = [(name, _take(by_name[name].train, indices)) for name, indices in parts]
     else:
         pool, name = pooled(source.domains)

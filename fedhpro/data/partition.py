@@ -25,6 +25,20 @@ def domains(
     return [clients[i] for i in rng.permutation(len(clients))]
 
 
+def with_all_classes(indices: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The same number of samples with every class among them: for each missing class a random sample comes in, and one
+    of a class that has several goes. What comes in may be another client's as well.
+    """
+    chosen = list(indices)
+    for c in np.setdiff1d(np.unique(labels), labels[indices]):
+        held, counts = np.unique(labels[chosen], return_counts=True)
+        if counts.max() > 1:
+            spare = np.flatnonzero(np.isin(labels[chosen], held[counts > 1]))
+            chosen.pop(rng.choice(spare))
+        chosen.append(rng.choice(np.flatnonzero(labels == c)))
+    return np.array(chosen)
+
+
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Indices:
     """Equal random shares."""
     _enough(labels, clients, 1)

@@ -49,6 +49,7 @@ class Source:
     std: tuple[float, ...] = IMAGENET_STD
     crop: int = 4  # training images are padded by this much and cropped at random
     flip: bool = False  # digits are not flipped
+    complete: bool = False  # in scenario "domains", every client gets at least one sample of each class
     vocab: int | None = None  # texts: number of token ids; None: images
     tokenizer: Tokenizer | None = None  # texts: what turned words into ids
 
@@ -84,8 +85,22 @@ def _ag_news() -> Source:
     return text.load_ag_news()
 
 
+def _digits() -> Source:
+    from . import archives
+
+    return archives.digits()
+
+
+def _office_caltech() -> Source:
+    from . import archives
+
+    return archives.office_caltech()
+
+
 SOURCES: dict[str, Callable[[], Source]] = {
     "digits-lite": _digits_lite,
+    "digits": _digits,
+    "office-caltech": _office_caltech,
     "docs-lite": _docs_lite,
     "ag-news": _ag_news,
 }

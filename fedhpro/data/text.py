@@ -100,8 +100,9 @@ class Tokenizer:
 NAME, VERSION, SEED = "docs-lite", 1, 20240607
 LENGTH = 100  # tokens; few docstrings have more prose
 PER_CLASS = {"train": 1000, "validation": 200, "test": 400}
-PER_FILE = 40  # texts; no file may make up a class
+PER_FILE = {"train": 100, "validation": 20, "test": 20}  # most texts of a file: few, so that many files are tested on
 MIN_WORDS = 8
+MAX_BYTES = 200_000  # of a file to read: a dozen are larger, and parsing them takes as long as hundreds of others
 MIN_PER_CLASS = 20  # texts in each split, without which there is nothing to learn
 ABOUT = "docstrings of four installed packages; the class is the package, and its name is removed"
 ALLOCATION = {"docs": (10, 400)}
@@ -110,19 +111,20 @@ ALLOCATION = {"docs": (10, 400)}
 PACKAGES: dict[str, tuple[str, str, frozenset[str] | None]] = {
     "scipy": ("scipy", "scipy", None),
     "scikit-learn": ("sklearn", "scikit-learn", None),
-    "torch": ("torch", "torch", frozenset({"nn", "optim", "distributions", "utils", "autograd", "distributed", "fx"})),
+    "torch": ("torch", "torch", frozenset({"nn", "optim", "distributions", "utils", "autograd", "fx"})),
     "matplotlib": ("matplotlib", "matplotlib", None),
 }
 # sha256 of the content, as built with the versions in FROZEN_WITH
-FROZEN = ""
+FROZEN = "ff664c99f53150dfabd7e6c27b7ff13b380d25e112a328f1731f451a926a6f89"
 FROZEN_WITH = {"scipy": "1.17.1", "scikit-learn": "1.9.1", "torch": "2.13.0", "matplotlib": "3.11.2"}
 
 SKIPPED_FOLDERS = {"tests", "test", "testing", "externals", "extern", "_lib", "_vendor"}  # tests, and others' code
-GIVE_AWAYS = re.compile(
-    r"\b(?:scikit[- ]learn|scikits?|sklearn|numpy|np|scipy|(?:py)?torch|torchscript|torchvision|matplotlib|mpl|pyplot|plt"
-    r"|pandas|pd)\b",
-    re.IGNORECASE,
+GIVE_AWAYS = (
+    r"(?:scikit[- ]learn|scikits?|sklearn|numpy|np|scipy|(?:py)?torch|torchscript|torchvision|matplotlib|mpl|pyplot|plt"
+    r"|pandas|pd)"
 )
+NAMES = re.compile(rf"\b{GIVE_AWAYS}\b", re.IGNORECASE)
+LONE_NAMES = re.compile(rf"(?<![\w.]){GIVE_AWAYS}(?!\w|\.\w)", re.IGNORECASE)  # not as a part of code such as np.sum
 DROPPED_SECTIONS = {
     "parameters", "other parameters", "returns", "yields", "receives", "raises", "warns", "attributes", "methods",
     "see also", "references", "examples", "example", "args", "arguments", "kwargs", "return", "shape",
@@ -204,7 +206,7 @@ def prose(docstring: str) -> str:
     """
     paragraphs: list[list[str]] = [[]]
     lines, keep = docstring.splitlines(), True
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in zip(lines, [*lines, ""][1:], strict=True):
         if line.strip() and UNDERLINE.match(following):  # a section's title
             keep = line.strip().rstrip(":").lower() not in DROPPED_SECTIONS
             paragraphs.append([])
@@ -218,8 +220,8 @@ def prose(docstring: str) -> str:
         if paragraph and not (
             text.startswith(NO_PROSE) or ">>>" in text or any(line[0].isspace() for line in paragraph)
         ):
-            words += words_of(GIVE_AWAYS.sub(" ", CODE.sub(" code ", text)))
-    return " ".join(word for word, before in zip(words, ["", *words], strict=False) if (word, before) != ("code", "code"))
+            words += words_of(NAMES.sub(" ", CODE.sub(" code ", LONE_NAMES.sub(" ", text))))
+    return re.sub(r"\bcode(?: code)+\b", "code", " ".join(words))
 
 
 def docstrings(path: Path) -> Iterator[str]:
@@ -250,7 +252,9 @@ def _corpus(name: str) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         inside = path.relative_to(root).parts[:-1]
-        if not SKIPPED_FOLDERS.intersection(inside) and (folders is None or not inside or inside[0] in folders):
+        if SKIPPED_FOLDERS.intersection(inside) or path.stat().st_size > MAX_BYTES:
+            continue
+        if folders is None or not inside or inside[0] in folders:
             found = [prose(docstring) for docstring in docstrings(path)]
             texts[path.relative_to(root).as_posix()] = [text for text in found if _is_long(text)]
     return texts
@@ -280,13 +284,13 @@ def _without_twins(corpora: Sequence[dict[str, list[str]]]) -> list[dict[str, li
 
 def _cut(corpus: dict[str, list[str]], rng: np.random.Generator) -> dict[str, list[str]]:
     """Whole files to test until it has its share, then to validation, and all others to train."""
-    capped = {file: list(rng.permutation(np.array(texts, object))[:PER_FILE]) for file, texts in corpus.items()}
-    available, needed = sum(map(len, capped.values())), sum(PER_CLASS.values())
-    share = min(1.0, available / needed)  # below 1: there is not enough, and every split shrinks alike
-    cut: dict[str, list[str]] = {"test": [], "validation": [], "train": []}
-    for i in rng.permutation(len(capped)):
+    files = list(corpus.values())
+    available, needed = sum(map(len, files)), sum(PER_CLASS.values())
+    share = min(1.0, available / needed)  # below 1: there is not enough, and every split shrinks
+    cut: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for i in rng.permutation(len(files)):
         split = next((s for s in ("test", "validation") if len(cut[s]) < share * PER_CLASS[s]), "train")
-        cut[split] += list(capped.values())[i]
+        cut[split] += list(rng.permutation(np.array(files[i], object))[: PER_FILE[split]])
     return cut
 
 
@@ -382,8 +386,8 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        row = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, row {row}: this is not UTF-8 text") from None
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: this is not UTF-8 text") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

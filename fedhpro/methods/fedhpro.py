@@ -32,13 +32,18 @@ class FedHPro(Method):
     margin: Literal["inside", "denominator", "off"] = "inside"  # d_k in the exponents; beside them in the code
     margin_per: Literal["round", "epoch"] = "round"  # how often d_k is measured
 
+    @property
+    def matches(self) -> bool:
+        """Whether any loss has hyper-prototypes as its anchors."""
+        return "hyper" in (self.hpcl, self.hpal)
+
     # Server, before round 1
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         return {"S": torch.randn(net.num_classes, self.I, net.dim, generator=rng)}
 
     def broadcast(self, state: Tensors) -> Tensors:
-        return {"S": state["S"]} if "hyper" in (self.hpcl, self.hpal) else {}
+        return {"S": state["S"]} if self.matches else {}
 
     # Client
 
@@ -64,7 +69,7 @@ class FedHPro(Method):
         return terms  # Eq 15 is their sum
 
     def report(self, client: Client, context: Tensors) -> Tensors:
-        return self.class_gradients(client) if "hyper" in (self.hpcl, self.hpal) else {}
+        return self.class_gradients(client) if self.matches else {}
 
     def class_gradients(self, client: Client) -> Tensors:
         z, y = client.features()
