@@ -236,28 +236,39 @@ def data_list() -> None:
 @data_app.command("show")
 def data_show(
     name: Annotated[str, typer.Argument(help="The source.")] = "digits-lite",
-    sheet: Annotated[Path, typer.Option(help="Where to write the contact sheet.")] = Path("digits-lite.png"),
+    sheet: Annotated[
+        Path | None, typer.Option(help="Where to write the contact sheet. \\[default: SOURCE.png]")
+    ] = None,
 ) -> None:
-    """What is in a source, who gets how much of it, and a contact sheet of its images."""
+    """What is in a source, who gets how much of it, and a contact sheet of its images, or some of its texts."""
     from .data import digits_lite, sources
 
     configure(data=name)
     source = sources.load(name)
-    table = Table(title=f"{name}: {source.num_classes} classes, images {'x'.join(map(str, source.shape))}")
-    for title in ("domain", "real", "train", "validation", "test", "clients", "samples each", "what"):
-        table.add_column(
-            title, justify="right" if title in ("train", "validation", "test", "clients", "samples each") else "left"
-        )
+    kind = "texts of " + f"{source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
+    table = Table(title=f"{name}: {source.num_classes} classes, {kind}")
+    numbers = ("train", "validation", "test", "clients", "samples each")
+    for title in ("domain", "real", *numbers):
+        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
     for domain in source.domains:
-        clients, samples = source.allocation[domain.name]
+        clients, samples = source.allocation.get(domain.name, ("", ""))
         sizes = (str(len(split)) for split in (domain.train, domain.validation, domain.test))
-        table.add_row(domain.name, "yes" if domain.real else "no", *sizes, str(clients), str(samples), domain.about)
+        table.add_row(domain.name, "yes" if domain.real else "no", *sizes, str(clients), str(samples))
     out.print(table)
+    for domain in source.domains:
+        out.print(f"{domain.name}: {domain.about}", highlight=False)
+    if source.tokenizer is not None:
+        split = source.domains[0].train
+        for c, label in enumerate(source.classes):
+            text = source.tokenizer.decode(split.x[split.y == c][0])
+            out.print(f"[bold]{escape(label)}[/]: {escape(text[:200])} ...", highlight=False)
+        return
+    path = sheet or Path(f"{name}.png")
     try:
-        digits_lite.contact_sheet(source, sheet)
+        digits_lite.contact_sheet(source, path)
     except OSError as error:
-        raise ConfigError(f"cannot write {sheet}: {error.strerror or error}") from None
-    out.print(f"contact sheet: {sheet}", highlight=False)
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
+    out.print(f"contact sheet: {path}", highlight=False)
 
 
 def _train(config: Config, quiet: bool, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .data.sources import SOURCES
+from .data.sources import DEFAULTS, SOURCES
 from .errors import ConfigError
 from .methods import METHODS, Method
 from .models import GROUPS, MODELS, STEMS
@@ -37,8 +37,9 @@ class Config(BaseModel):
     out: str = Field("auto", description="the run folder; auto: a new one under runs/")
     # data and its split over clients
     data: str = Field("digits-lite", description="the data source")
-    scenario: Literal["domains", "iid", "nid1", "nid1-equalised"] = Field(
-        "domains", description="domain skew, equal random shares, Dirichlet label skew, and that with equal sizes"
+    scenario: Literal["domains", "iid", "nid1", "nid1-equalised", "ag-nid"] = Field(
+        "domains",
+        description="domain skew; equal shares; Dirichlet label skew, also with equal sizes; two or four classes each",
     )
     clients: int = Field(10, ge=1, description="number of clients K (scenario domains has its own)")
     alpha: float = Field(0.5, gt=0, description="concentration of the Dirichlet; smaller is more skewed (nid1)")
@@ -125,6 +126,7 @@ def configure(**keys: Any) -> Config:
             own = method_keys(chosen["method"])
             chosen = {name: value for name, value in chosen.items() if name not in own}
         keys = chosen | keys
+    keys = DEFAULTS.get(str(keys.get("data")), {}) | keys
     method = keys.get("method", Config.model_fields["method"].default)
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{_closest(str(method), METHODS)}")

@@ -291,6 +291,9 @@ def choose_device(config: Config) -> torch.device:
 def build_nets(config: Config, source: Source) -> list[models.Net]:
     """The network of the run, or those of a mixed federation, whose features are all pooled to one width."""
     mixed = config.model in models.GROUPS
+    if (source.vocab is not None) != (config.model == "textcnn"):
+        fitting = "textcnn" if source.vocab is not None else "any other"
+        raise ConfigError(f"model={config.model} does not fit {source.name}: choose {fitting}")
     try:
         return [
             models.build(

@@ -480,6 +480,12 @@ def test_fedtgp_margin_is_the_largest_of_the_nearest_distances_and_capped():
     assert tgp_margin([[0.0], [9.0]], max_margin=2.0) == 2.0
 
 
+def test_fedtgp_margin_is_exact_for_many_close_classes():
+    means = (300 + 0.01 * random(1, 30, 8)).float()
+    margin = FedTGP().margin(means, torch.ones(1, 30, dtype=torch.long))
+    assert float(margin) == pytest.approx(max(nearest_distances(means[0].tolist())), rel=1e-3)
+
+
 def test_fedtgp_margin_of_a_single_class_is_0_and_not_a_billion():
     assert tgp_margin([[1.0, 2.0]]) == 0.0
 

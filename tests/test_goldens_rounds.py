@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import TINY
+from test_goldens import nearest_distances
 from test_methods import C, net
 
 from fedhpro.config import configure
@@ -48,7 +49,8 @@ class Watched:
                 quiet = not any(module.training for other in frozen.values() for module in other.modules())
                 quiet &= not any(p.requires_grad for other in frozen.values() for p in other.parameters())
                 values = {name: term.item() for name, term in terms.items()}
-                steps.append({"terms": values, "frozen": others, "net": trained, "quiet": quiet})
+                seen = {"terms": values, "frozen": others, "net": trained, "quiet": quiet, "context": context}
+                steps.append(seen)
                 return terms
 
         def watched(round, k, received, memory):
@@ -100,13 +102,24 @@ def test_moons_previous_model_is_the_one_after_training_of_the_last_participatio
     assert max(gaps) > 1  # somebody came back after a pause
 
 
-def test_fedsas_gap_comes_from_the_last_participation(tiny_source):
-    with federate(tiny_source, method="fedsa") as federation:
+def test_fedsas_local_gap_is_that_of_the_prototypes_it_sent_the_last_time(tiny_source):
+    with federate(tiny_source, method="fedsa", participation=0.7, rounds=4) as federation:
+        federation.state["A"] *= 1e-3  # anchors so close together that the local gap is the larger one
         watched = Watched(federation)
         list(federation.rounds())
-        for update in watched.updates:
-            assert torch.equal(update["kept"]["means"], update["upload"]["report/means"])
-        assert torch.equal(federation.memories[2]["counts"], torch.bincount(federation.clients[2].train.y))
+    last = {}
+    for update in watched.updates:
+        candidates = [update["sent"]["extra/A"].tolist()]
+        if update["k"] in last:
+            sent = last[update["k"]]["upload"]
+            held = sent["report/counts"].nonzero()[:, 0]
+            candidates.append(sent["report/means"][held].tolist())
+        gaps = [sum(nearest_distances(rows)) / len(rows) for rows in candidates]
+        assert gaps[-1] == max(gaps)
+        for step in update["steps"]:
+            assert step["context"]["gap"].item() == pytest.approx(gaps[-1], rel=1e-4)
+        last[update["k"]] = update
+    assert len(watched.updates) > len(last)
 
 
 @pytest.mark.parametrize("method", PROTOTYPES)

@@ -7,7 +7,6 @@ or the cache. A validation part is cut off the training part once, with a fixed 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,12 @@ import torch
 from PIL import Image
 
 from ..errors import DataError
-from ..files import cache_folder
+from ..files import data_folder
 from ..randomness import numpy_generator
 from .sources import Domain, Source, Split
 
 SIDE = 32
 VALIDATION = 0.15  # of the training part
-
-
-def data_folder() -> Path:
-    return Path(os.environ.get("FEDHPRO_DATA") or cache_folder())
 
 
 def office_caltech() -> Source:

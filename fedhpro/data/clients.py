@@ -53,6 +53,8 @@ def cut(
             cuts = partition.dirichlet(labels, clients, alpha, rng, min_samples)
         elif scenario == "nid1-equalised":
             cuts = partition.dirichlet_equalised(labels, clients, alpha, rng)
+        elif scenario == "ag-nid":
+            cuts = partition.ag_nid(labels, clients, rng)
         else:
             raise PartitionError(f"there is no scenario {scenario!r}")
         owned = [(name, _take(pool, indices)) for indices in cuts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class Source:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.domains[0].train.x.shape[1:])
+
+
+# keys whose defaults are made for digits-lite and do not fit other data
+_TEXT = {"model": "textcnn", "optimizer": "adam", "lr": 0.01, "batch_size": 64, "scenario": "ag-nid", "clients": 10}
+DEFAULTS: dict[str, dict[str, Any]] = {"docs-lite": _TEXT, "ag-news": _TEXT}
 
 
 def load(name: str) -> Source:

@@ -12,7 +12,6 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import re
 import warnings
 import zlib
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import DamagedFile, cache_folder, checksum, load_tensors, save_tensors
+from ..files import DamagedFile, cache_folder, checksum, data_folder, load_tensors, save_tensors
 from .sources import Domain, Source, Split
 
 SPLITS = ("train", "validation", "test")
@@ -302,11 +301,6 @@ AG_LENGTH = 200  # tokens
 AG_VALIDATION = 0.05  # share of train.csv that is held apart, of each class
 AG_LABELS = {"label": 0, "class index": 1}  # header of the label's column: its first label
 AG_TEXTS = ("title", "description", "text")
-
-
-def data_folder() -> Path:
-    """Where data lies that the user has brought."""
-    return Path(os.environ.get("FEDHPRO_DATA") or cache_folder())
 
 
 def load_ag_news() -> Source:
