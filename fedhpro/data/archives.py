@@ -7,6 +7,7 @@ or the cache. A validation part is cut off the training part once, with a fixed 
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -78,10 +79,14 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             f"{path} is missing: put it there, or set FEDHPRO_DATA to the folder that has {path.parent.name}/"
         )
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("x_train", "y_train", "x_test", "y_test")}
-    except (KeyError, ValueError, OSError, EOFError) as error:
+    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a whole .npz file with x_train, y_train, x_test, y_test: {error}") from None
+    for part in ("train", "test"):
+        images, labels = len(arrays[f"x_{part}"]), len(arrays[f"y_{part}"])
+        if images != labels:
+            raise DataError(f"{path} has {images} images and {labels} labels in its {part} part")
     return arrays
 
 
