@@ -23,6 +23,7 @@ SCENARIOS = {
     "iid": "equal random shares",
     "nid1": "label skew: the classes are spread over the clients by a Dirichlet distribution",
     "nid1-equalised": "label skew by a Dirichlet distribution, with equally many samples for each client",
+    "ag-nid": "label skew: some clients hold two of the classes, the others all",
 }
 TRAINING = ["rounds", "participation", "local_epochs", "batch_size", "weights"]
 TRAINING += ["optimizer", "lr", "momentum", "weight_decay"]
@@ -33,6 +34,7 @@ KEPT = (
     "Samples did not leave the clients. What they sent instead, models and what the method reports, can still "
     "reveal something about the samples: this card claims no protection beyond that."
 )
+VOCABULARY = "The vocabulary, tokenizer.json, does hold words of their texts: it was counted over all of them at once."
 
 
 def write_card(run: str | Path) -> Path:
@@ -45,9 +47,10 @@ def write_card(run: str | Path) -> Path:
     if not (about or result or config):
         raise RunError(f"{run} is not a run folder: give one that `fedhpro run` wrote")
     facts = config | result
+    facts["kind"] = about.get("kind", "text" if config.get("model") == "textcnn" else "image")
     sections = {
         "What it is": _model(about, facts),
-        "Data": _data(config, result),
+        "Data": _data(config, result, facts["kind"]),
         "Accuracy": _accuracy(config, result),
         "Training": _training(config, result),
         "What left the clients": _traffic(facts, result),
@@ -92,13 +95,20 @@ def _model(about: Facts, facts: Facts) -> str:
         ("network", f"{model['name']} ({settings})" if "name" in model else None),
         ("parameters", _parameters(model)),
         ("classes", f"{len(classes)}: {', '.join(map(str, classes[:LISTED_CLASSES]))}{more}" if classes else None),
-        ("input", f"images {' x '.join(map(str, shape))} (channels, height, width), 0 to 255" if shape else None),
+        ("input", _input(facts["kind"], shape) if shape else None),
+        ("vocabulary", f"{model['vocab']:,} token ids, see tokenizer.json" if model.get("vocab") else None),
         ("output", "a probability for each class" if classes else None),
         ("sha256 of model.safetensors", about.get("sha256")),
     ]
     early = facts.get("status", "finished") != "finished"
     note = f"\n\nThe run is {facts['status']}: this is the model of round {facts.get('rounds')}." if early else ""
     return _table(("", ""), rows) + note
+
+
+def _input(kind: str, shape: list[int]) -> str:
+    if kind == "text":
+        return f"texts as {' x '.join(map(str, shape))} token ids: longer ones are cut, shorter ones padded with 0"
+    return f"images {' x '.join(map(str, shape))} (channels, height, width), 0 to 255"
 
 
 def _parameters(model: Facts) -> str | None:
@@ -108,7 +118,7 @@ def _parameters(model: Facts) -> str | None:
         return None
 
 
-def _data(config: Facts, result: Facts) -> str:
+def _data(config: Facts, result: Facts, kind: str) -> str:
     scenario, skewed = config.get("scenario"), str(config.get("scenario")).startswith("nid1")
     rows = [
         ("data", result.get("data", config.get("data"))),
@@ -116,7 +126,7 @@ def _data(config: Facts, result: Facts) -> str:
         ("alpha of the Dirichlet distribution", config.get("alpha") if skewed else None),
         ("clients", result.get("clients", None if scenario == "domains" else config.get("clients"))),
         ("training samples of all clients", result.get("samples")),
-        ("augmentation", config.get("augment")),
+        ("augmentation", config.get("augment") if kind == "image" else None),
         ("held out by each client", config.get("held_out") if _asks(config, "federated") else None),
     ]
     return _table(("", ""), rows)
@@ -173,7 +183,8 @@ def _traffic(facts: Facts, result: Facts) -> str:
         ("sent by the clients, all rounds", _bytes(result.get("bytes_up"))),
         ("received by the clients, all rounds", _bytes(result.get("bytes_down"))),
     ]
-    return "\n\n".join(part for part in (_table(("", ""), rows), samples) if part)
+    vocabulary = VOCABULARY if facts["kind"] == "text" and not _pools_data(facts) else ""
+    return "\n\n".join(part for part in (_table(("", ""), rows), samples, vocabulary) if part)
 
 
 def _pools_data(facts: Facts) -> bool:
@@ -181,14 +192,14 @@ def _pools_data(facts: Facts) -> bool:
 
 
 def _limits(facts: Facts, result: Facts) -> str:
-    data = _cell(facts.get("data", "the data of this run"))
+    data, kind = _cell(facts.get("data", "the data of this run")), facts["kind"]
     how = "centrally, on the pooled samples" if _pools_data(facts) else "by federated learning"
     domains = {name: value for name, value in (result.get("accuracy") or {}).items() if name != AVG}
     points = [
-        "For research on federated learning, and for images like those it was trained on.",
-        f"Trained {how} on {data} only: on other images its accuracy is unknown.",
+        f"For research on federated learning, and for {kind}s like those it was trained on.",
+        f"Trained {how} on {data} only: on other {kind}s its accuracy is unknown.",
         "Not validated for clinical, financial or any safety-relevant use.",
-        "Its probabilities are not calibrated, and it gives one of its classes to any image, fitting or not.",
+        f"Its probabilities are not calibrated, and it gives one of its classes to any {kind}, fitting or not.",
     ]
     if domains:
         worst = min(domains, key=lambda name: domains[name])
@@ -203,16 +214,16 @@ def _limits(facts: Facts, result: Facts) -> str:
 def _usage(run: Path, about: Facts) -> str:
     if not about:
         return ""
-    folder = shlex.quote(str(run))
+    folder, sample = shlex.quote(str(run)), "TEXTS.txt" if about.get("kind") == "text" else "IMAGE"
     return f"""```sh
-fedhpro predict {folder} IMAGE
+fedhpro predict {folder} {sample}
 fedhpro export {folder} --format onnx --out model.onnx
 ```
 
 ```python
 from fedhpro.use import predict
 
-for found in predict({str(run)!r}, ["IMAGE"]):
+for found in predict({str(run)!r}, ["{sample}"]):
     print(found.name, found.label, found.probability)
 ```"""
 

@@ -253,23 +253,27 @@ class RunFolder:
             if name.endswith("num_batches_tracked"):  # steps of this process, not of the federation
                 state[name] = torch.zeros_like(value)
         write_atomically(self.path / "model.safetensors", save(state))
-        about = {
+        about: Record = {
             "format": 1,
+            "kind": "image" if source.vocab is None else "text",
             "model": {
                 "name": config.model,
                 "num_classes": source.num_classes,
                 "width": config.width if config.model.startswith("resnet") else None,
                 "dim": config.dim,
-                "stem": config.stem,
-                "channels": source.shape[0],
-                "image_size": source.shape[-1],
             },
             "classes": list(source.classes),
-            "mean": list(source.mean),
-            "std": list(source.std),
             "shape": list(source.shape),
             "sha256": _sha256(self.path / "model.safetensors"),
         }
+        if source.vocab is None:
+            about["model"] |= {"stem": config.stem, "channels": source.shape[0], "image_size": source.shape[-1]}
+            about |= {"mean": list(source.mean), "std": list(source.std)}
+        else:
+            about["model"]["vocab"] = source.vocab
+        if source.tokenizer is not None:
+            write_atomically(self.path / "tokenizer.json", source.tokenizer.to_json())
+            about["tokenizer_sha256"] = _sha256(self.path / "tokenizer.json")
         write_atomically(self.path / "model.json", json.dumps(about, indent=2) + "\n")
 
     @staticmethod

@@ -1,10 +1,11 @@
-"""A trained model is for use: load it from its run folder, predict images, export it for other programs."""
+"""A trained model is for use: load it from its run folder, predict images or texts, export it for other programs."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import csv
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -14,10 +15,10 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image, ImageOps
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from . import models
 from .card import write_card
-from .errors import RunError
+from .data.text import Tokenizer, words_of
+from .errors import DataError, RunError
 
 __all__ = [
     "FORMATS",
@@ -38,14 +40,17 @@ __all__ = [
     "load_model",
     "predict",
     "read_images",
+    "read_texts",
     "write_card",
 ]
 
 FORMAT = 1  # of model.json
+DIMENSIONS = {"image": 3, "text": 1}  # of a sample, by the kind in model.json
 RUN_FILES = {"model.safetensors", "model.json", "server.safetensors", "config.toml", "result.json"}
-RUN_FILES |= {"metrics.jsonl", "timings.jsonl", "curves.png", "MODEL_CARD.md"}
+RUN_FILES |= {"metrics.jsonl", "timings.jsonl", "curves.png", "MODEL_CARD.md", "tokenizer.json"}
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # in folders
 PATH_COLUMNS = {"path", "file", "filename", "image"}
+TEXT_COLUMN = "text"
 NOT_PIXELS = {"label", ""}  # pandas leaves the name of its index empty
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by the number of channels
 SMALLEST_SIDE = 8  # of pictures in CSV rows: without it, any single number would be a picture of one pixel
@@ -54,41 +59,55 @@ TOLERANCE = 1e-4  # between the probabilities of a model and of its export
 AnyPath = str | os.PathLike[str]
 Paths = AnyPath | Iterable[AnyPath]
 Shape = tuple[int, int, int]  # channels, height, width
+Sample = TypeVar("Sample")
+RowReader = Callable[[int, list[str]], tuple[str, Sample]]  # from number and cells to name and sample
 
 
 @dataclass(frozen=True)
 class Prediction:
-    name: str  # the file, or file:row for a row of pixels
+    name: str  # the file, or file:row for a row of pixels or a text
     label: str
     probability: float
     probabilities: dict[str, float]  # of the most probable classes, best first
 
 
 class Predictor(nn.Module):
-    """From images to probabilities [n, C]; normalisation and softmax are inside.
+    """From samples to probabilities [n, C]; softmax and the normalisation of images are inside.
 
     Images are float [n, *shape] from 0 to 255, not 0 to 1; uint8 is accepted and converted.
+    Texts are int64 token ids [n, length], as `encode` gives them.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, net: models.Net, about: dict[str, Any]) -> None:
+    def __init__(self, net: models.Net, about: dict[str, Any], tokenizer: Tokenizer | None = None) -> None:
         super().__init__()
-        channels, height, width = about["shape"]
         self.net = net
         self.about = about  # model.json
+        self.tokenizer = tokenizer  # None: the model takes images
+        self.takes = "images" if tokenizer is None else "tokens"
         self.classes: tuple[str, ...] = tuple(about["classes"])
-        self.shape: Shape = (channels, height, width)
-        mean, std = (torch.tensor(about[name])[:, None, None] for name in ("mean", "std"))
-        self.register_buffer("scale", 1 / (255 * std))
-        self.register_buffer("shift", mean / std)
+        self.shape: tuple[Any, ...] = tuple(about["shape"])  # of one sample
+        if tokenizer is None:
+            mean, std = (torch.tensor(about[name])[:, None, None] for name in ("mean", "std"))
+            self.register_buffer("scale", 1 / (255 * std))
+            self.register_buffer("shift", mean / std)
         self.eval().requires_grad_(False)
 
-    def forward(self, images: Tensor) -> Tensor:
-        if not torch.jit.is_tracing() and tuple(images.shape[1:]) != self.shape:
-            raise ValueError(f"images must be [n, {', '.join(map(str, self.shape))}], not {list(images.shape)}")
-        logits: Tensor = self.net(torch.addcmul(-self.shift, images.float(), self.scale))
+    def encode(self, texts: str | Sequence[str]) -> Tensor:
+        """Token ids [n, length] of texts, for a model that takes them."""
+        if self.tokenizer is None:
+            raise RunError("this model takes images, not texts: it has no tokenizer")
+        return self.tokenizer.encode([texts] if isinstance(texts, str) else texts, *self.shape)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        if not torch.jit.is_tracing() and tuple(samples.shape[1:]) != self.shape:
+            wanted = ", ".join(map(str, self.shape))
+            raise ValueError(f"{self.takes} must be [n, {wanted}], not {list(samples.shape)}")
+        if self.tokenizer is None:
+            samples = torch.addcmul(-self.shift, samples.float(), self.scale)
+        logits: Tensor = self.net(samples)
         return logits.softmax(1)
 
 
@@ -104,18 +123,35 @@ def load_model(run: AnyPath) -> Predictor:
         raise RunError(f"{folder}/model.json has format {about.get('format')}, not {FORMAT}: update fedhpro")
     if hashlib.sha256(content).hexdigest() != about.get("sha256"):
         raise RunError(f"{folder}/model.safetensors is damaged, its checksum does not fit: copy or train it again")
-    if not isinstance(about.get("shape"), list) or len(about["shape"]) != 3:
-        raise RunError(f"the model in {folder} does not take images: use it from Python with fedhpro.models.build")
+    kind, shape = about.get("kind", "image"), about.get("shape")
+    if kind not in DIMENSIONS:
+        raise RunError(f"the model in {folder} takes samples of the kind {kind!r}: update fedhpro")
+    if not isinstance(shape, list) or len(shape) != DIMENSIONS[kind]:
+        raise RunError(f"the model in {folder} does not take {kind}s, its shape is {shape}: train it again")
+    tokenizer = _read_tokenizer(folder, about) if kind == "text" else None
     try:
         net = models.build(**about["model"])
         net.load_state_dict(load(content))
-        predictor = Predictor(net, about)
+        predictor = Predictor(net, about, tokenizer)
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise RunError(f"{folder}/model.json does not describe model.safetensors: {reason}") from None
     if len(set(predictor.classes)) != net.num_classes:
         raise RunError(f"{folder}/model.json must name {net.num_classes} different classes")
     return predictor
+
+
+def _read_tokenizer(folder: Path, about: dict[str, Any]) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise RunError(f"{folder} has no tokenizer.json, which turns texts into token ids: copy it or train again")
+    content = _read_bytes(path)
+    if hashlib.sha256(content).hexdigest() != about.get("tokenizer_sha256"):  # another one would give wrong words
+        raise RunError(f"{path} is not the tokenizer of this model, its checksum does not fit: copy it or train again")
+    try:
+        return Tokenizer.from_json(content)
+    except DataError as error:
+        raise RunError(f"{path} cannot be used: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -158,16 +194,23 @@ def read_images(paths: Paths, shape: Shape) -> Iterator[tuple[str, Tensor]]:
     column path, file, filename or image, relative to its own folder; or each row is a picture: 0 to 255, grey or
     colour (all red values, then green, then blue), of the model's shape or any square; a label column is ignored.
     """
-    path = None
-    for path in [Path(paths)] if isinstance(paths, str | os.PathLike) else map(Path, paths):
+    for path in _each(paths, "images, folders or CSV files"):
         if path.is_dir():
             yield from _read_folder(path, shape)
         elif path.suffix.lower() == ".csv" and path.is_file():
-            yield from _read_csv(path, shape)
+            yield from _read_csv(path, functools.partial(_row_reader, shape=shape))
+        elif path.suffix.lower() == ".txt":
+            raise RunError(f"{path} is a text, and this model takes images: give images, folders or CSV files")
         else:
             yield str(path), _read_image(path, shape)
+
+
+def _each(paths: Paths, wanted: str) -> Iterator[Path]:
+    path = None
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        yield Path(path)
     if path is None:
-        raise RunError("there is nothing to read: give images, folders or CSV files")
+        raise RunError(f"there is nothing to read: give {wanted}")
 
 
 def _read_folder(folder: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
@@ -235,19 +278,55 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
+# --- texts -------------------------------------------------------------------------------------------------------
+
+
+def read_texts(paths: Paths) -> Iterator[tuple[str, str]]:
+    """Name and text of one text after the other; the name is file:line or file:row.
+
+    A path is a .txt file with a text on each line (blank ones are skipped), or a .csv file with a column `text`
+    (others are ignored). Both are UTF-8.
+    """
+    for path in _each(paths, ".txt or .csv files"):
+        suffix = path.suffix.lower()
+        if path.is_dir() or suffix not in (".txt", ".csv"):
+            raise RunError(f"{path} cannot be used, this model takes texts: give .txt or .csv files")
+        if not path.is_file():
+            raise RunError(f"there is no file {path}: check the path")
+        for name, text in _read_csv(path, _text_reader) if suffix == ".csv" else _read_lines(path):
+            if not words_of(text):
+                raise RunError(f"there is no word in {name}: complete or remove it")
+            yield name, text
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    number, empty = 0, True
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    empty = False
+                    yield f"{path}:{number}", line
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read after line {number}, save it as UTF-8: {error}") from None
+    if empty:
+        raise RunError(f"{path} is empty: it needs a text on each line")
+
+
 # --- CSV files ---------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
+def _read_csv(path: Path, reader: Callable[[Path, list[str]], RowReader[Sample]]) -> Iterator[tuple[str, Sample]]:
+    """What `reader`, which is given the first row, makes of each row."""
     number = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = ((number, row) for number, row in enumerate(csv.reader(file), start=1) if row)
             first = next(rows, None)
             if first is None:
-                raise RunError(f"{path} is empty: it needs a column of paths or rows of pixels")
+                raise RunError(f"{path} is empty: it needs rows")
             number, names = first
-            read = _row_reader(path, names, shape)
+            read = reader(path, names)
             empty = True
             for number, row in rows if _is_header(names) else itertools.chain([first], rows):
                 empty = False
@@ -255,13 +334,21 @@ def _read_csv(path: Path, shape: Shape) -> Iterator[tuple[str, Tensor]]:
                     raise RunError(f"row {number} of {path} has {len(row)} values, not {len(names)}: repair it")
                 yield read(number, row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RunError(f"{path} cannot be read after row {number}, repair it: {error}") from None
+        raise RunError(f"{path} cannot be read after row {number}, repair it or save it as UTF-8: {error}") from None
     if empty:
         raise RunError(f"{path} has a header but no rows: add some")
 
 
-def _row_reader(path: Path, first: list[str], shape: Shape) -> Callable[[int, list[str]], tuple[str, Tensor]]:
-    """How to read the rows of a CSV file, from its first one."""
+def _text_reader(path: Path, first: list[str]) -> RowReader[str]:
+    names = _plain(first)
+    if TEXT_COLUMN not in names:
+        raise RunError(f"{path} has no column named {TEXT_COLUMN}, and this model takes texts: name it in the first row")
+    column = names.index(TEXT_COLUMN)
+    return lambda number, row: (f"{path}:{number}", row[column])
+
+
+def _row_reader(path: Path, first: list[str], shape: Shape) -> RowReader[Tensor]:
+    """How to read the rows of a CSV file of images, from its first one."""
     names = _plain(first) if _is_header(first) else []
     for column, name in enumerate(names):
         if name in PATH_COLUMNS:
@@ -283,7 +370,7 @@ def _row_reader(path: Path, first: list[str], shape: Shape) -> Callable[[int, li
 def _is_header(row: list[str]) -> bool:
     """A known name, no number at all, or pandas' 0, 1, 2...; a broken number among pixels makes no header."""
     names = _plain(row)
-    known = any(name in PATH_COLUMNS or name == "label" for name in names)
+    known = any(name in {*PATH_COLUMNS, TEXT_COLUMN, "label"} for name in names)
     counted = names == [str(column) for column in range(len(names))]
     return known or counted or all(_number(name) is None for name in names)
 
@@ -339,18 +426,25 @@ def _pixels(path: Path, number: int, cells: list[str], size: Shape, shape: Shape
 
 
 def predict(run: AnyPath, paths: Paths, top: int = 3, batch: int = 64) -> Iterator[Prediction]:
-    """A prediction for each image of `read_images`, in its order; never more than a batch of them is in memory."""
+    """A prediction for each image of `read_images`, or each text of `read_texts` where the model takes texts, in
+    their order; never more than a batch of them is in memory.
+    """
     if top < 1 or batch < 1:
         raise RunError(f"top={top} and batch={batch} must be at least 1")
     predictor = load_model(run)  # a run that cannot be used is refused at the call, not at the first prediction
-    return _predictions(predictor, read_images(paths, predictor.shape), top, batch)
+    samples = (
+        read_images(paths, predictor.shape)
+        if predictor.tokenizer is None
+        else ((name, predictor.encode(text)[0]) for name, text in read_texts(paths))
+    )
+    return _predictions(predictor, samples, top, batch)
 
 
 def _predictions(
-    predictor: Predictor, images: Iterator[tuple[str, Tensor]], top: int, batch: int
+    predictor: Predictor, samples: Iterator[tuple[str, Tensor]], top: int, batch: int
 ) -> Iterator[Prediction]:
-    while read := list(itertools.islice(images, batch)):
-        probabilities = predictor(torch.stack([image for _, image in read]))
+    while read := list(itertools.islice(samples, batch)):
+        probabilities = predictor(torch.stack([sample for _, sample in read]))
         best = probabilities.topk(min(top, len(predictor.classes)))
         for (name, _), values, indices in zip(read, best.values.tolist(), best.indices.tolist(), strict=True):
             found = {predictor.classes[index]: value for index, value in zip(indices, values, strict=True)}
@@ -365,7 +459,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file: how a Predictor is written to it, and read back as a function of images."""
+    """A kind of file: how a Predictor is written to it, and read back as a function of samples."""
 
     suffix: str
     save: Callable[[Predictor, Path], None]
@@ -378,7 +472,8 @@ def export(run: AnyPath, out: AnyPath | None, format: str, overwrite: bool = Fal
     has been read back and has given the same probabilities.
 
     safetensors holds the weights of the network. The other formats hold the whole Predictor: float images from 0
-    to 255 in, probabilities out, for any number of images. All carry model.json, hence the names of the classes.
+    to 255 or int64 token ids in, probabilities out, for any number of them. All carry model.json, hence the names
+    of the classes, and models of texts tokenizer.json as well.
     """
     if format not in FORMATS:
         raise RunError(f"there is no format {format!r}: choose one of {', '.join(FORMATS)}")
@@ -406,10 +501,9 @@ def export(run: AnyPath, out: AnyPath | None, format: str, overwrite: bool = Fal
 
 
 def _verify(exported: Call, predictor: Predictor, target: Path) -> None:
-    rng = torch.Generator().manual_seed(0)
-    for n in (1, 3):  # neither is the two images that it was made with
-        images = 255 * torch.rand(n, *predictor.shape, generator=rng)
-        if not torch.allclose(exported(images), predictor(images), rtol=0, atol=TOLERANCE):
+    for n in (1, 3):  # neither is the two samples that it was made with
+        samples = _samples(predictor, n)
+        if not torch.allclose(exported(samples), predictor(samples), rtol=0, atol=TOLERANCE):
             raise RunError(f"{target} was not written, its probabilities differ: try another format")
 
 
@@ -428,12 +522,21 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _samples(predictor: Predictor, n: int) -> Tensor:
+    """Random ones."""
+    size, rng = (n, *predictor.shape), torch.Generator().manual_seed(n)
+    if predictor.tokenizer is None:
+        return 255 * torch.rand(size, generator=rng)
+    return torch.randint(len(predictor.tokenizer), size, generator=rng)
+
+
 def _example(predictor: Predictor) -> Tensor:
-    return torch.zeros(2, *predictor.shape)  # torch.export would take a batch of one for a constant
+    return _samples(predictor, 2)  # torch.export would take a batch of one for a constant
 
 
 def _about(predictor: Predictor) -> dict[str, str]:
-    return {"model.json": json.dumps(predictor.about)}
+    tokenizer = {} if predictor.tokenizer is None else {"tokenizer.json": predictor.tokenizer.to_json()}
+    return {"model.json": json.dumps(predictor.about)} | tokenizer
 
 
 def _save_safetensors(predictor: Predictor, path: Path) -> None:
@@ -473,7 +576,7 @@ def _save_onnx(predictor: Predictor, path: Path) -> None:
     program = torch.onnx.export(
         predictor,
         (_example(predictor),),
-        input_names=["images"],
+        input_names=[predictor.takes],
         output_names=["probabilities"],
         dynamo=True,
         dynamic_shapes=_any_batch(),
@@ -484,7 +587,7 @@ def _save_onnx(predictor: Predictor, path: Path) -> None:
     program.save(path, external_data=False)  # one file, which can be moved as a whole
 
 
-def _load_onnx(_: Predictor, path: Path) -> Call:
+def _load_onnx(predictor: Predictor, path: Path) -> Call:
     if importlib.util.find_spec("onnxruntime"):
         from onnxruntime import InferenceSession
 
@@ -493,7 +596,7 @@ def _load_onnx(_: Predictor, path: Path) -> Call:
         from onnx.reference import ReferenceEvaluator
 
         session = ReferenceEvaluator(str(path))
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    return lambda samples: torch.from_numpy(session.run(None, {predictor.takes: samples.numpy()})[0])
 
 
 FORMATS = {
