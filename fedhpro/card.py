@@ -34,7 +34,7 @@ KEPT = (
     "Samples did not leave the clients. What they sent instead, models and what the method reports, can still "
     "reveal something about the samples: this card claims no protection beyond that."
 )
-VOCABULARY = "The vocabulary, tokenizer.json, does hold words of their texts: it was counted over all of them at once."
+VOCABULARY = "The vocabulary does hold words of the clients' texts: it was counted over all of them in one place."
 
 
 def write_card(run: str | Path) -> Path:
@@ -92,7 +92,7 @@ def _model(about: Facts, facts: Facts) -> str:
     settings = ", ".join(f"{name} {model[name]}" for name in ("width", "dim", "stem") if model.get(name))
     rows = [
         ("method", facts.get("method")),
-        ("network", f"{model['name']} ({settings})" if "name" in model else None),
+        ("network", f"{model['name']}{settings and f' ({settings})'}" if "name" in model else None),
         ("parameters", _parameters(model)),
         ("classes", f"{len(classes)}: {', '.join(map(str, classes[:LISTED_CLASSES]))}{more}" if classes else None),
         ("input", _input(facts["kind"], shape) if shape else None),

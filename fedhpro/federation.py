@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,9 +238,10 @@ class Federation:
         sample = self.clients[0].train.x[:1]
         noise = torch.randint(0, self.source.vocab or 256, (2, *sample.shape[1:]), generator=rng).to(sample.dtype)
         labels = torch.tensor([0, min(1, self.source.num_classes - 1)])
+        one_step = dataclasses.replace(self.trainer.settings, epochs=1, steps=1)
         with one_thread():
             kinds = range(len(self.nets))
-            pairs = [self.trainer.update_on(Split(noise, labels), 0, k, self.sent(), {}) for k in kinds]
+            pairs = [self.trainer.update_on(Split(noise, labels), one_step, 0, k, self.sent(), {}) for k in kinds]
         self._upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
         self.schema = wire.schema_of(self._upload)
 

@@ -136,9 +136,11 @@ class LocalTrainer:
 
     def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
         """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
-        return self.update_on(self.clients[k].train, round, k, received, memory)
+        return self.update_on(self.clients[k].train, self.settings, round, k, received, memory)
 
-    def update_on(self, data: Split, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
+    def update_on(
+        self, data: Split, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
+    ) -> tuple[Tensors, Tensors]:
         data, received, memory = data.to(self.device), self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
@@ -146,8 +148,7 @@ class LocalTrainer:
         client = LocalClient(net, data, self.transform, extras, memory, generator(self.seed, "client", round, k))
         net.dropout.generator = generator(self.seed, "dropout", round, k)
         rng = generator(self.seed, "batches", round, k)
-        lr = self.settings.lr_of(round)
-        context, losses = train(client, self.method, bench.frozen, self.settings, lr, rng)
+        context, losses = train(client, self.method, bench.frozen, settings, settings.lr_of(round), rng)
         with torch.no_grad():
             report = self.method.report(client, context)
             remembered = self.method.remember(client, report)

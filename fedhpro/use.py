@@ -124,7 +124,7 @@ def load_model(run: AnyPath) -> Predictor:
     if hashlib.sha256(content).hexdigest() != about.get("sha256"):
         raise RunError(f"{folder}/model.safetensors is damaged, its checksum does not fit: copy or train it again")
     kind, shape = about.get("kind", "image"), about.get("shape")
-    if kind not in DIMENSIONS:
+    if not isinstance(kind, str) or kind not in DIMENSIONS:
         raise RunError(f"the model in {folder} takes samples of the kind {kind!r}: update fedhpro")
     if not isinstance(shape, list) or len(shape) != DIMENSIONS[kind]:
         raise RunError(f"the model in {folder} does not take {kind}s, its shape is {shape}: train it again")
@@ -342,7 +342,7 @@ def _read_csv(path: Path, reader: Callable[[Path, list[str]], RowReader[Sample]]
 def _text_reader(path: Path, first: list[str]) -> RowReader[str]:
     names = _plain(first)
     if TEXT_COLUMN not in names:
-        raise RunError(f"{path} has no column named {TEXT_COLUMN}, and this model takes texts: name it in the first row")
+        raise RunError(f"{path} has no column named {TEXT_COLUMN}, and this model takes texts: add a header")
     column = names.index(TEXT_COLUMN)
     return lambda number, row: (f"{path}:{number}", row[column])
 

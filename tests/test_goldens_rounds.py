@@ -239,7 +239,7 @@ def test_clients_of_one_class_or_one_sample_train_and_report_what_they_have(tiny
         for _ in range(2):
             for labels in ((2, 2, 2), (1,)):
                 data = Split(x[: len(labels)], torch.tensor(labels))
-                upload, _ = federation.trainer.update_on(data, 1, 0, federation.sent(), {})
+                upload, _ = federation.trainer.update_on(data, federation.trainer.settings, 1, 0, federation.sent(), {})
                 assert all(value.isfinite().all() for value in upload.values())
                 assert int(upload["samples"]) == len(labels)
                 for name, value in section(upload, "report").items():

@@ -39,7 +39,7 @@ class PrototypeMethod(Method):
         return state | self.prototypes(state, model, reports, rng), {}
 
     def prototypes(self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator) -> Tensors:
-        """The new P and present. A class that nobody held this round keeps what it had."""
+        """The new P and present. Here, the plain mean over the holders; a class that nobody held keeps what it had."""
         P, present = eq.global_prototypes(reports["means"], reports["counts"], "uniform")
         return {"P": torch.where(present[:, None], P, state["P"]), "present": present | state["present"]}
 
