@@ -28,7 +28,6 @@ class LocalClient:
         self.memory = memory
         self.rng = rng
         self.counts = torch.bincount(data.y, minlength=net.num_classes)
-        self._padded = transform.padded(data.x)
 
     @torch.no_grad()
     def features(self, limit: int | None = None, augment: bool = False) -> tuple[Tensor, Tensor]:
@@ -39,7 +38,7 @@ class LocalClient:
         z = []
         for part in rows.split(EVAL_BATCH):
             x = (
-                self.transform.batch(self._padded, part, self.rng)
+                self.transform.batch(self.data.x, part, self.rng)
                 if augment
                 else self.transform.plain(self.data.x[part])
             )
@@ -50,7 +49,7 @@ class LocalClient:
         """One epoch of augmented batches."""
         for rows in epoch(len(self.data), batch_size, rng):
             rows = rows.to(self.data.y.device)
-            yield self.transform.batch(self._padded, rows, rng), self.data.y[rows]
+            yield self.transform.batch(self.data.x, rows, rng), self.data.y[rows]
 
     def _some_of_each_class(self, limit: int) -> Tensor:
         order = torch.randperm(len(self.data), generator=self.rng)

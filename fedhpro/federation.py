@@ -109,6 +109,7 @@ class Federation:
         while self.round < self.config.rounds:
             yield self.next_round(on_client)
 
+    @one_thread()  # also for the server: its threads would fight with the workers over the cores
     @torch.no_grad()
     def next_round(self, on_client: Callable[[int, int], None] | None = None) -> Record:
         assert self.engine is not None, "use the federation in a with statement"
@@ -226,8 +227,7 @@ class Federation:
         averaged = average.result()
         stacked = {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
         rng = generator(self.config.seed, "aggregate", number)
-        with one_thread():
-            self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
+        self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
         self.model = averaged | override
 
     def _rehearse(self) -> None:

@@ -121,6 +121,13 @@ def test_predictor_refuses_another_size(run: Path) -> None:
         load_model(run)(torch.zeros(1, 3, 28, 28))
 
 
+def test_a_model_of_images_has_no_words(run: Path, net: models.Net) -> None:
+    for about in ({}, {"kind": "image"}):  # folders of older versions do not say
+        write_run(run, net, **about)
+        with pytest.raises(RunError, match="takes images, not texts"):
+            load_model(run).encode(["a"])
+
+
 def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"there is no run folder .*nowhere"):
         load_model(tmp_path / "nowhere")

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autoaugment import PolicyName, autoaugment
+
 
 @dataclass(frozen=True)
 class Transform:
@@ -20,7 +22,8 @@ class Transform:
     std: tuple[float, ...]
     crop: int = 0  # padding of the random crop
     flip: bool = False
-    augment: Literal["sample", "batch", "off"] = "sample"  # "batch": one crop and flip for a whole batch
+    augment: Literal["sample", "batch", "auto", "off"] = "sample"  # "batch": one crop and flip for a whole batch
+    policy: PolicyName = "imagenet"  # of AutoAugment, which "auto" adds to crop and flip
 
     def plain(self, x: Tensor) -> Tensor:
         if x.dtype != torch.uint8:
@@ -28,29 +31,31 @@ class Transform:
         offset, scale = _normalisation(self.mean, self.std, x.device)
         return torch.addcmul(offset, x.float(), scale)
 
-    def padded(self, x: Tensor) -> Tensor:
-        """Done once per client and round, so that a crop is only a window."""
-        return F.pad(x, [self.crop] * 4) if self.augments(x) and self.crop else x
-
-    def augments(self, x: Tensor) -> bool:
-        return x.dtype == torch.uint8 and self.augment != "off"
-
-    def batch(self, padded: Tensor, index: Tensor, rng: torch.Generator) -> Tensor:
-        """Samples `index` of what `padded` gave, augmented and normalised."""
-        if not self.augments(padded):
-            return self.plain(padded[index])
-        draws = len(index) if self.augment == "sample" else 1
-        if self.crop:
-            height, width = padded.shape[2] - 2 * self.crop, padded.shape[3] - 2 * self.crop
-            top, left = torch.randint(0, 2 * self.crop + 1, (2, draws), generator=rng).to(padded.device)
-            windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view [n, c, tops, lefts, h, w]
-            images = windows[index, :, top.expand(len(index)), left.expand(len(index))]
-        else:
-            images = padded[index]
-        if self.flip:
-            flipped = (torch.rand(draws, generator=rng) < 0.5).to(padded.device)
-            images = torch.where(flipped.expand(len(index))[:, None, None, None], images.flip(3), images)
+    def batch(self, x: Tensor, index: Tensor, rng: torch.Generator) -> Tensor:
+        """Samples `index` of x, augmented and normalised. x may be larger than memory: only these are read."""
+        images = x[index]  # a copy, on the device of x
+        if images.dtype == torch.uint8 and self.augment != "off":
+            if self.crop or self.flip:
+                images = self._moved(images, rng)
+            if self.augment == "auto":
+                images = autoaugment(images, self.policy, rng)
         return self.plain(images).contiguous()
+
+    def _moved(self, images: Tensor, rng: torch.Generator) -> Tensor:
+        """Cropped at random from a padded copy, and flipped, in one gather. `rng` is on the CPU, whatever the device."""
+        (n, channels, height, width), device = images.shape, images.device
+        draws = 1 if self.augment == "batch" else n
+        rows, columns = torch.arange(height).expand(draws, -1), torch.arange(width).expand(draws, -1)
+        if self.crop:
+            top, left = torch.randint(0, 2 * self.crop + 1, (2, draws, 1), generator=rng)
+            rows, columns = rows + top, columns + left
+            images = F.pad(images, [self.crop] * 4)
+        if self.flip:
+            flipped = torch.rand(draws, generator=rng) < 0.5
+            columns = torch.where(flipped[:, None], columns.flip(1), columns)
+        rows, columns = rows.to(device), columns.to(device)
+        source = (rows[:, :, None] * images.shape[3] + columns[:, None]).view(draws, 1, -1)
+        return images.flatten(2).gather(2, source.expand(n, channels, -1)).view(n, channels, height, width)
 
 
 @functools.cache  # on a GPU, a copy of constants in every step would wait for it

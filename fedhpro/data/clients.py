@@ -31,15 +31,34 @@ def cut(
     clients: int = 10,
     alpha: float = 0.5,
     min_samples: int = 10,
+    rho: float | None = None,
+    biased: int = 6,
+    classes_each: int | None = None,
+    share: float = 0.5,
+    equal_size: bool = False,
+    shards_per_client: int = 2,
     allocation: dict[str, tuple[int, int]] | None = None,
+    clients_per_domain: int | None = None,
+    samples: int | None = None,
     held_out: float = 0.0,
 ) -> list[ClientData]:
-    """The clients of a scenario. `held_out` is the share of its own samples that a client keeps for evaluation."""
+    """The clients of a scenario; docs/scenarios.md says which argument belongs to which.
+
+    rho: the training samples are first reduced to a long tail. allocation: {domain: (clients, samples of each)} instead
+    of the source's own; clients_per_domain and samples: these numbers for every domain in it. held_out: the share of its
+    own samples that a client keeps for evaluation.
+    """
     rng = numpy_generator(seed, "partition")
     if scenario == "domains":
+        if rho is not None:
+            raise PartitionError("a long tail (rho) goes with label scenarios such as nid1, not with scenario domains")
         by_name = {domain.name: domain for domain in source.domains}
         sizes = {name: len(domain.train) for name, domain in by_name.items()}
-        parts = partition.domains(sizes, allocation or source.allocation, rng)
+        wanted = {
+            name: (count if clients_per_domain is None else clients_per_domain, each if samples is None else samples)
+            for name, (count, each) in (allocation or source.allocation).items()
+        }
+        parts = partition.domains(sizes, wanted, rng)
         if source.complete:
             classes = {name: domain.train.y.numpy() for name, domain in by_name.items()}
             parts = [(name, partition.with_all_classes(indices, classes[name], rng)) for name, indices in parts]
@@ -47,6 +66,10 @@ def cut(
     else:
         pool, name = pooled(source.domains)
         labels = pool.y.numpy()
+        kept = np.arange(len(labels))
+        if rho is not None:
+            kept = partition.long_tail(labels, rho, numpy_generator(seed, "long-tail"))
+            labels = labels[kept]
         if scenario == "iid":
             cuts = partition.iid(labels, clients, rng)
         elif scenario == "nid1":
@@ -55,9 +78,13 @@ def cut(
             cuts = partition.dirichlet_equalised(labels, clients, alpha, rng)
         elif scenario == "ag-nid":
             cuts = partition.ag_nid(labels, clients, rng)
+        elif scenario == "nid2":
+            cuts = partition.nid2(labels, rng, biased, classes_each, share, equal_size)
+        elif scenario == "shards":
+            cuts = partition.shards(labels, clients, rng, shards_per_client)
         else:
             raise PartitionError(f"there is no scenario {scenario!r}")
-        owned = [(name, _take(pool, indices)) for indices in cuts]
+        owned = [(name, _take(pool, kept[indices])) for indices in cuts]
     return [
         _hold_out(name, split, held_out, numpy_generator(seed, "held-out", k)) for k, (name, split) in enumerate(owned)
     ]

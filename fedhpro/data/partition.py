@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from ..errors import PartitionError
@@ -15,6 +17,10 @@ def domains(
     """Domain skew: each client draws its samples from one domain, disjoint from the others'; client order is random."""
     clients: list[tuple[str, np.ndarray]] = []
     for name, (count, samples) in allocation.items():
+        if name not in sizes:
+            raise PartitionError(f"there is no domain {name!r}, only {', '.join(sizes)}")
+        if samples < 1:
+            raise PartitionError(f"a client of domain {name!r} needs at least 1 sample, not {samples}")
         if count * samples > sizes[name]:
             raise PartitionError(
                 f"{count} clients with {samples} samples each need {count * samples} samples of domain {name!r}, "
@@ -52,20 +58,100 @@ def dirichlet(
     client has min_samples. Where no draw succeeds, the best one is kept and topped up from the largest clients.
     """
     _enough(labels, clients, min_samples)
-    best = _dirichlet_once(labels, clients, alpha, rng)
-    for _ in range(attempts - 1):
-        if _smallest(best) >= min_samples:
-            break
-        best = max(best, _dirichlet_once(labels, clients, alpha, rng), key=_smallest)
-    return [np.sort(part) for part in _top_up(best, min_samples, rng)]
+    parts = _dirichlet(labels, clients, alpha, rng, min_samples, attempts)
+    return [np.sort(part) for part in _top_up(parts, min_samples, rng)]
 
 
-def dirichlet_equalised(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> Indices:
-    """NID1 as the authors' code cuts it: the clients' lists laid end to end and cut again into equal sizes."""
+BLOCK = 10  # clients that the authors' code draws together
+
+
+def dirichlet_equalised(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, attempts: int = 100
+) -> Indices:
+    """NID1 as the authors' code cuts it: random samples for each ten clients, drawn as in `dirichlet` until every one of
+    the ten has half the mean; then the clients' lists, class after class, laid end to end and cut into equal sizes.
+    Where no draw succeeds, the best one is kept; fewer than ten clients are one block.
+    """
     _enough(labels, clients, 1)
-    parts = dirichlet(labels, clients, alpha, rng, min_samples=len(labels) // clients // 2)
-    shuffled = [rng.permutation(part) for part in parts]
-    return [np.sort(part) for part in np.array_split(np.concatenate(shuffled), clients)]
+    starts = np.arange(0, clients, BLOCK)
+    blocks = np.split(rng.permutation(len(labels)), starts[1:] * len(labels) // clients)
+    lists = []
+    for start, block in zip(starts, blocks, strict=True):
+        together = min(BLOCK, clients - int(start))
+        parts = _dirichlet(labels[block], together, alpha, rng, len(block) // together // 2, attempts)
+        lists += [block[part] for part in parts]
+    return [np.sort(part) for part in np.array_split(np.concatenate(lists), clients)]
+
+
+def nid2(
+    labels: np.ndarray,
+    rng: np.random.Generator,
+    biased: int = 6,
+    classes_each: int | None = None,
+    share: float = 0.5,
+    equal_size: bool = False,
+) -> Indices:
+    """NID2: biased clients with a few classes each, the first one with the first classes and so on, then one client with
+    all classes. The biased take a share of every class of theirs, the last client takes the rest.
+
+    equal_size: all clients get the same number, the largest possible, as evenly from their classes as it divides; the
+    share is what comes out, and some samples are nobody's. classes_each: a tenth of the classes unless given.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    each = max(1, len(classes) // 10) if classes_each is None else classes_each
+    owned = biased * each
+    if biased < 1 or each < 1:
+        raise PartitionError(f"nid2 needs at least 1 biased client and 1 class for each, not {biased} and {each}")
+    if owned > len(classes):
+        raise PartitionError(
+            f"nid2 with {biased} biased clients of {each} class{'es' * (each > 1)} each needs {owned} classes, and there "
+            f"are {len(classes)}"
+        )
+    if not 0 < share < 1:
+        raise PartitionError(f"the share of a biased client in its classes is between 0 and 1, not {share:g}")
+    if counts[:owned].min() < 2:
+        raise PartitionError(f"nid2 needs 2 samples of class {classes[counts[:owned].argmin()]}, and there is 1")
+    if equal_size:
+        taken, rest = _equal_sizes(counts, biased, each)
+    else:
+        taken = np.clip(np.round(share * counts).astype(int), 1, counts - 1)
+        taken[owned:] = 0
+        rest = counts - taken
+    parts: list[list[np.ndarray]] = [[] for _ in range(biased + 1)]
+    for i, c in enumerate(classes):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        parts[min(i // each, biased)].append(members[: taken[i]])
+        parts[biased].append(members[taken[i] : taken[i] + rest[i]])
+    return [np.sort(np.concatenate(pieces)) for pieces in parts]
+
+
+def shards(labels: np.ndarray, clients: int, rng: np.random.Generator, per_client: int = 2) -> Indices:
+    """The samples sorted by label, cut into equal shards, and so many dealt to each client (McMahan et al. 2017)."""
+    _enough(labels, clients, per_client)
+    order = rng.permutation(len(labels))
+    pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], clients * per_client)
+    hands = rng.permutation(len(pieces)).reshape(clients, per_client)
+    return [np.sort(np.concatenate([pieces[i] for i in hand])) for hand in hands]
+
+
+def long_tail(labels: np.ndarray, rho: float, rng: np.random.Generator) -> np.ndarray:
+    """A random subset whose c-th class of C has floor(n rho^(-c/(C-1))) samples: rho is the first class over the last.
+
+    n is the size of the first class; it is less where a later class is too small for that.
+    """
+    if not 1 <= rho < np.inf:
+        raise PartitionError(f"rho, the largest class over the smallest, is at least 1, not {rho:g}")
+    classes, counts = np.unique(labels, return_counts=True)
+    shape = rho ** (-np.arange(len(classes)) / max(1, len(classes) - 1))
+    largest = int((counts / shape).min())
+    sizes = np.floor(largest * shape + 1e-9).astype(int)  # 5000 * 0.01 must not be 49
+    if sizes[-1] < 1:
+        raise PartitionError(
+            f"rho={rho:g} leaves no sample of class {classes[-1]}: the largest class would have {largest}, so that rho "
+            f"can be {largest} at most"
+        )
+    kept = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(classes, sizes, strict=True)]
+    return np.sort(np.concatenate(kept))
 
 
 # AG-NID: clients in all -> those with two classes; the pairs in rotation, so that among 40 each class is in 20
@@ -104,20 +190,43 @@ def ag_nid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> Indice
     return [np.sort(np.concatenate(pieces)) for pieces in parts]
 
 
-def _dirichlet_once(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> Indices:
-    parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-    sizes = np.zeros(clients)
-    for c in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == c))
-        room = sizes < len(labels) / clients
+def _dirichlet(
+    labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, wanted: int, attempts: int
+) -> Indices:
+    """The first draw that gives everyone the wanted number, or else the one with the largest smallest client; in each
+    client's list, class after class.
+    """
+    if not alpha > 0:
+        raise PartitionError(f"alpha, the concentration of the Dirichlet distribution, is above 0, not {alpha:g}")
+    members = [np.flatnonzero(labels == c) for c in np.unique(labels)]
+    best, smallest = _draw(members, clients, alpha, rng)
+    for _ in range(attempts - 1):
+        if smallest >= wanted:
+            break
+        other, size = _draw(members, clients, alpha, rng)
+        if size > smallest:
+            best, smallest = other, size
+    pieces = [np.split(own, cuts) for own, cuts in best]
+    return [np.concatenate(of_client) for of_client in zip(*pieces, strict=True)]
+
+
+def _draw(
+    members: Indices, clients: int, alpha: float, rng: np.random.Generator
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int]:
+    """Each class in random order and where it is cut, and the size of the smallest client."""
+    full = sum(map(len, members)) / clients
+    sizes = np.zeros(clients, dtype=int)
+    drawn = []
+    for own in members:
+        own = rng.permutation(own)
+        room = sizes < full
         shares = rng.dirichlet(np.full(clients, alpha)) * room
         # a tiny alpha can put all of a class on clients that are full: then it goes to one that is not
         shares = shares / shares.sum() if shares.sum() > 0 else np.eye(clients)[rng.choice(np.flatnonzero(room))]
-        cuts = (np.cumsum(shares) * len(members)).astype(int)[:-1]
-        for k, piece in enumerate(np.split(members, cuts)):
-            parts[k].append(piece)
-            sizes[k] += len(piece)
-    return [np.concatenate(pieces) for pieces in parts]
+        cuts = (np.cumsum(shares) * len(own)).astype(int)[:-1]
+        drawn.append((own, cuts))
+        sizes += np.diff(cuts, prepend=0, append=len(own))
+    return drawn, int(sizes.min())
 
 
 def _top_up(parts: Indices, min_samples: int, rng: np.random.Generator) -> Indices:
@@ -131,11 +240,27 @@ def _top_up(parts: Indices, min_samples: int, rng: np.random.Generator) -> Indic
     return parts
 
 
-def _smallest(parts: Indices) -> int:
-    return min(len(part) for part in parts)
+def _equal_sizes(counts: np.ndarray, biased: int, each: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each class go to the biased clients and to the unbiased one, for clients of one size."""
+
+    def needed(size: int) -> tuple[np.ndarray, np.ndarray]:
+        taken = np.zeros_like(counts)
+        taken[: biased * each] = np.tile(_evenly(size, each), biased)
+        return taken, _evenly(size, len(counts))
+
+    size = bisect_left(range(counts.sum()), True, key=lambda size: bool((sum(needed(size)) > counts).any())) - 1
+    if size < len(counts):
+        raise PartitionError(f"nid2 with equal sizes gives each client {size} samples, too few for {len(counts)} classes")
+    return needed(size)
+
+
+def _evenly(total: int, parts: int) -> np.ndarray:
+    return total // parts + (np.arange(parts) < total % parts)
 
 
 def _enough(labels: np.ndarray, clients: int, min_samples: int) -> None:
+    if clients < 1 or min_samples < 1:
+        raise PartitionError(f"there is at least 1 client with at least 1 sample, not {clients} with {min_samples}")
     if len(labels) < clients * min_samples:
         raise PartitionError(
             f"{clients} clients with at least {min_samples} sample{'s' * (min_samples > 1)} each need "
