@@ -23,6 +23,8 @@ SCENARIOS = {
     "iid": "equal random shares",
     "nid1": "label skew: the classes are spread over the clients by a Dirichlet distribution",
     "nid1-equalised": "label skew by a Dirichlet distribution, with equally many samples for each client",
+    "nid2": "label skew: all clients but one hold few of the classes",
+    "shards": "label skew: each client holds a few shards of single classes",
     "ag-nid": "label skew: some clients hold two of the classes, the others all",
 }
 TRAINING = ["rounds", "participation", "local_epochs", "batch_size", "weights"]
@@ -124,6 +126,7 @@ def _data(config: Facts, result: Facts, kind: str) -> str:
         ("data", result.get("data", config.get("data"))),
         ("split over the clients", SCENARIOS.get(str(scenario), scenario)),
         ("alpha of the Dirichlet distribution", config.get("alpha") if skewed else None),
+        ("long tail, largest class over smallest", None if config.get("rho") == "none" else config.get("rho")),
         ("clients", result.get("clients", None if scenario == "domains" else config.get("clients"))),
         ("training samples of all clients", result.get("samples")),
         ("augmentation", config.get("augment") if kind == "image" else None),

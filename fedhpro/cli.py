@@ -17,6 +17,7 @@ from rich.table import Table
 
 from . import __version__
 from .config import PRESETS, Config, configure, describe_type, method_keys, method_notes, method_types, parse
+from .data_cli import data_app
 from .errors import ConfigError, UserError
 
 app = typer.Typer(
@@ -28,7 +29,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Data sources: list them, look at them.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 out, err = Console(), Console(stderr=True)
@@ -168,11 +168,13 @@ def compare(
 @app.command()
 def predict(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
-    files: Annotated[list[Path], typer.Argument(help="Images, folders of images, or CSV files.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Images, folders of images, or CSV files; for texts .txt or CSV files.")
+    ],
     top: Annotated[int, typer.Option(min=1, help="Classes to show for each.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Classify images with a trained model: classes and probabilities."""
+    """Classify images or texts with a trained model: classes and probabilities."""
     from . import use
 
     for found in use.predict(folder, files, top=top):
@@ -224,53 +226,6 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
     out.print(table)
 
 
-@data_app.command("list")
-def data_list() -> None:
-    """The data sources."""
-    from .data.sources import SOURCES
-
-    for name in SOURCES:
-        out.print(name)
-
-
-@data_app.command("show")
-def data_show(
-    name: Annotated[str, typer.Argument(help="The source.")] = "digits-lite",
-    sheet: Annotated[
-        Path | None, typer.Option(help="Where to write the contact sheet. \\[default: SOURCE.png]")
-    ] = None,
-) -> None:
-    """What is in a source, who gets how much of it, and a contact sheet of its images, or some of its texts."""
-    from .data import digits_lite, sources
-
-    configure(data=name)
-    source = sources.load(name)
-    kind = "texts of " + f"{source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
-    table = Table(title=f"{name}: {source.num_classes} classes, {kind}")
-    numbers = ("train", "validation", "test", "clients", "samples each")
-    for title in ("domain", "real", *numbers):
-        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
-    for domain in source.domains:
-        clients, samples = source.allocation.get(domain.name, ("", ""))
-        sizes = (str(len(split)) for split in (domain.train, domain.validation, domain.test))
-        table.add_row(domain.name, "yes" if domain.real else "no", *sizes, str(clients), str(samples))
-    out.print(table)
-    for domain in source.domains:
-        out.print(f"{domain.name}: {domain.about}", highlight=False)
-    if source.tokenizer is not None:
-        split = source.domains[0].train
-        for c, label in enumerate(source.classes):
-            text = source.tokenizer.decode(split.x[split.y == c][0])
-            out.print(f"[bold]{escape(label)}[/]: {escape(text[:200])} ...", highlight=False)
-        return
-    path = sheet or Path(f"{name}.png")
-    try:
-        digits_lite.contact_sheet(source, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-    out.print(f"contact sheet: {path}", highlight=False)
-
-
 def _train(config: Config, quiet: bool, as_json: bool) -> None:
     from . import runs
 
@@ -298,9 +253,11 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         out.print(result_table(result))
         out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
         files = [
-            name for name in ("curves.png", "MODEL_CARD.md", "model.safetensors") if (result.folder / name).exists()
+            name
+            for name in ("holdings.png", "curves.png", "MODEL_CARD.md", "model.safetensors")
+            if (result.folder / name).exists()
         ]
-        hint = f"; try: fedhpro predict {result.folder} IMAGE" if "model.safetensors" in files else ""
+        hint = f"; try: fedhpro predict {result.folder} FILES" if "model.safetensors" in files else ""
         out.print(f"  {', '.join(files)}{hint}", highlight=False, soft_wrap=True)
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")

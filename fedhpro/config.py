@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from .data.catalog import canonical
 from .data.sources import DEFAULTS, SOURCES
 from .errors import ConfigError
 from .methods import METHODS, Method
@@ -36,16 +37,23 @@ class Config(BaseModel):
     seed: int = Field(0, ge=0, description="every random number of the run derives from it")
     out: str = Field("auto", description="the run folder; auto: a new one under runs/")
     # data and its split over clients
-    data: str = Field("digits-lite", description="the data source")
-    scenario: Literal["domains", "iid", "nid1", "nid1-equalised", "ag-nid"] = Field(
-        "domains",
-        description="domain skew; equal shares; Dirichlet label skew, also with equal sizes; two or four classes each",
+    data: str = Field("digits-lite", description="the data source (`fedhpro data list`), or folder:PATH, or csv:PATH")
+    scenario: Literal["domains", "iid", "nid1", "nid1-equalised", "nid2", "shards", "ag-nid"] = Field(
+        "domains", description="how samples are split over the clients; docs/scenarios.md has a picture of each"
     )
-    clients: int = Field(10, ge=1, description="number of clients K (scenario domains has its own)")
+    clients: int = Field(10, ge=1, description="number of clients K (domains and nid2 have their own)")
     alpha: float = Field(0.5, gt=0, description="concentration of the Dirichlet; smaller is more skewed (nid1)")
     min_samples: int = Field(10, ge=1, description="fewest samples of a client (nid1)")
-    augment: Literal["sample", "batch", "off"] = Field(
-        "sample", description="random crop and flip: of each sample, one for a whole batch, or none"
+    rho: float | None = Field(None, ge=1, description="long tail: largest over smallest class, before the split")
+    shards_per_client: int = Field(2, ge=1, description="shards of one class that a client gets (shards)")
+    nid2_clients: int = Field(6, ge=1, description="clients with few classes, beside the one with all (nid2)")
+    nid2_classes: int | None = Field(None, ge=1, description="classes of each of them; none: a tenth of all (nid2)")
+    nid2_share: float = Field(0.5, gt=0, lt=1, description="share of their classes' samples that they hold (nid2)")
+    nid2_equal_size: bool = Field(False, description="all clients of one size (nid2)")
+    clients_per_domain: int | None = Field(None, ge=1, description="instead of the source's own numbers (domains)")
+    samples_per_client: int | None = Field(None, ge=1, description="instead of the source's own numbers (domains)")
+    augment: Literal["sample", "batch", "auto", "off"] = Field(
+        "sample", description="random crop and flip of each sample; one for a whole batch; with AutoAugment; none"
     )
     # model
     model: str = Field("resnet10", description="the network; htfe2, 3, 5, 8: client k has network k mod 2, 3, 5, 8")
@@ -126,7 +134,9 @@ def configure(**keys: Any) -> Config:
             own = method_keys(chosen["method"])
             chosen = {name: value for name, value in chosen.items() if name not in own}
         keys = chosen | keys
-    keys = DEFAULTS.get(str(keys.get("data")), {}) | keys
+    if isinstance(keys.get("data"), str):
+        keys["data"] = canonical(keys["data"])
+        keys = DEFAULTS.get(keys["data"], {}) | keys
     method = keys.get("method", Config.model_fields["method"].default)
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{_closest(str(method), METHODS)}")
@@ -135,7 +145,7 @@ def configure(**keys: Any) -> Config:
     for name in keys:
         if name not in known and name not in own:
             raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
-    for name, allowed in (("data", SOURCES), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
+    for name, allowed in (("data", [*SOURCES, *own_data(keys)]), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
             raise ConfigError(f"there is no {name} {keys[name]!r}{_closest(str(keys[name]), allowed)}")
     keys = {name: None if value == "none" else value for name, value in keys.items()}
@@ -151,6 +161,12 @@ def configure(**keys: Any) -> Config:
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value}: input should be a finite number")
     return config
+
+
+def own_data(keys: Mapping[str, Any]) -> list[str]:
+    """`folder:PATH` and `csv:PATH` are data too; whether the files are sound shows when they are read."""
+    name = str(keys.get("data"))
+    return [name] if name.startswith(("folder:", "csv:")) else []
 
 
 def method_keys(method: str) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class Federation:
     def __init__(self, config: Config, source: Source | None = None) -> None:
         self.config = config
         self.source = source or data.load(config.data)
+        if config.split == "validation":
+            self.source = data.with_validation(self.source)
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
         self.clients = cut(
@@ -38,6 +40,14 @@ class Federation:
             clients=config.clients,
             alpha=config.alpha,
             min_samples=config.min_samples,
+            rho=config.rho,
+            biased=config.nid2_clients,
+            classes_each=config.nid2_classes,
+            share=config.nid2_share,
+            equal_size=config.nid2_equal_size,
+            shards_per_client=config.shards_per_client,
+            clients_per_domain=config.clients_per_domain,
+            samples=config.samples_per_client,
             held_out=config.held_out if config.evaluation != "central" else 0.0,
         )
         if self.method.pools_data:

@@ -21,11 +21,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDHPRO_CACHE") or os.path.expanduser("~/.cache/fedhpro"))
 
 
-def data_folder() -> Path:
-    """Where data sets that a user brings are looked for."""
-    return Path(os.environ.get("FEDHPRO_DATA") or cache_folder())
-
-
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """sha256 over names, types, shapes and bytes."""
     digest = hashlib.sha256()

@@ -1,7 +1,8 @@
 """The run folder: config in, metrics, checkpoints and a model out; and how a run starts, ends and goes on.
 
 config.toml              every key, as validated
-metrics.jsonl            one record a round; the same bytes for the same config on CPU
+holdings.png             who holds what
+    metrics.jsonl            one record a round; the same bytes for the same config on CPU
 timings.jsonl            seconds a round, which are not
 checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
 model.safetensors .json  the global model and how to use it
@@ -73,6 +74,7 @@ def run(
         config = configure(**(dict(config or {}) | keys))
     federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
     folder = RunFolder.create(config)
+    folder.draw_data(federation)
     return _go(federation, folder, [], callbacks)
 
 
@@ -165,6 +167,12 @@ class RunFolder:
         if not (path / "config.toml").is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config.toml")
         return cls(path)
+
+    def draw_data(self, federation: Federation) -> None:
+        """Who holds what, before anything is trained on it."""
+        from .report.holdings import draw_holdings
+
+        draw_holdings(federation.clients, federation.source.classes, self.path / "holdings.png")
 
     def add_round(self, record: Record, seconds: float) -> None:
         self._append(self.metrics, record)
@@ -285,7 +293,7 @@ class RunFolder:
 
 
 def _new_path(config: Config) -> Path:
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{config.data}-seed{config.seed}"
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{Path(config.data).stem}-seed{config.seed}"
     path, number = Path("runs") / stem, 1
     while path.exists():
         number += 1

@@ -1,11 +1,16 @@
-"""Real datasets in the plain .npz layout, on small files that the tests write."""
+"""Datasets of FEDHPRO_DATA in the plain .npz layout, on small files that the tests write, and on the real ones."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from fedhpro.data import load
+from fedhpro.data import load, sources, store
+from fedhpro.data.catalog import CATALOG
 from fedhpro.data.clients import cut
 from fedhpro.data.partition import with_all_classes
 from fedhpro.errors import DataError
@@ -23,8 +28,15 @@ def write(path, n=60, shape=(32, 32, 3), **replace):
     np.savez(path, **{name: array for name, array in (arrays | replace).items() if array is not None})
 
 
+@pytest.fixture(scope="session")
+def digits_lite():
+    return load("digits-lite")
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, digits_lite):
+    monkeypatch.setattr(sources, "_digits_lite", lambda: digits_lite)  # not rendered again in each private cache
+    monkeypatch.setenv("FEDHPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDHPRO_DATA", str(tmp_path))
     for name, size in (("caltech", 400), ("webcam", 200), ("amazon", 400), ("dslr", 120)):
         write(tmp_path / "office_caltech" / f"{name}.npz", size)
@@ -39,8 +51,10 @@ def test_office_caltech(folder):
     assert [domain.name for domain in source.domains] == ["caltech", "webcam", "amazon", "dslr"]
     assert source.allocation == {"caltech": (3, 80), "webcam": (1, 40), "amazon": (2, 80), "dslr": (4, 24)}
     assert source.shape == (3, 32, 32) and source.flip and source.complete
-    for domain in source.domains:
-        assert len(domain.validation) == int(0.15 * (len(domain.train) + len(domain.validation)))
+    for domain, held in zip(source.domains, sources.with_validation(source).domains, strict=True):
+        assert len(domain.validation) == 0 and len(held.validation) == round(0.15 * len(domain.train))
+        assert len(held.train) + len(held.validation) == len(domain.train)
+        assert len(torch.unique(torch.bincount(held.validation.y))) <= 2  # the same share of each class
     clients = cut(source, scenario="domains", seed=0)
     assert sorted(client.domain for client in clients) == ["amazon"] * 2 + ["caltech"] * 3 + ["dslr"] * 4 + ["webcam"]
     for client in clients:
@@ -70,15 +84,23 @@ def test_completion_keeps_the_size_and_one_sample_of_each_class():
 
 
 @pytest.mark.parametrize(
-    "damage, words",
+    ("damage", "words"),
     [
-        (lambda path: path.unlink(), ["is missing", "FEDHPRO_DATA"]),
+        (lambda path: path.unlink(), ["has no webcam", "webcam.npz", "class folders"]),
         (lambda path: path.write_bytes(path.read_bytes()[:5000]), ["not a whole .npz"]),
         (lambda path: write(path, y_test=None), ["y_test"]),
         (lambda path: write(path, x_train=np.zeros((60, 32, 32, 3))), ["float64", "uint8"]),
-        (lambda path: write(path, y_train=np.full(60, 11)), ["0 to 9"]),
+        (lambda path: write(path, x_train=np.zeros((60, 32, 32, 4), np.uint8)), ["[32, 32, 4]", "RGB"]),
+        (lambda path: write(path, y_train=np.full(60, 11)), ["label 11", "0 to 9", "train"]),
+        (lambda path: write(path, y_train=np.arange(60) % 10 - 1), ["label -1", "0 to 9"]),
         (lambda path: write(path, y_train=np.zeros(60)), ["whole numbers"]),
-        (lambda path: write(path, y_train=np.zeros(59, dtype=int)), ["60 images", "59 labels"]),
+        (lambda path: write(path, y_train=np.arange(59) % 10), ["60 images", "59 labels"]),
+        (lambda path: write(path, y_train=np.full(60, 3)), ["one class only, headphones"]),
+        (lambda path: write(path, y_train=np.arange(60) % 9), ["no sample of class projector"]),
+        (
+            lambda path: write(path, x_test=np.zeros((0, 32, 32, 3), np.uint8), y_test=np.zeros(0, int)),
+            ["test", "empty"],
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(folder, damage, words):
@@ -86,18 +108,84 @@ def test_what_is_wrong_is_said_in_one_sentence(folder, damage, words):
     damage(path)
     with pytest.raises(DataError) as error:
         load("office-caltech")
-    for word in [str(path), *words]:
+    for word in [str(path.parent), *words]:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+    assert not store.is_there(store.mirror_of("office-caltech"))
+
+
+def test_changed_files_are_read_again(folder):
+    assert len(load("office-caltech").domains[1].train) == 200
+    before = os.stat(store.mirror_of("office-caltech") / store.MANIFEST).st_mtime_ns
+    load("office-caltech")
+    assert os.stat(store.mirror_of("office-caltech") / store.MANIFEST).st_mtime_ns == before
+    write(folder / "office_caltech" / "webcam.npz", 100)
+    assert len(load("office-caltech").domains[1].train) == 100
+
+
+def test_a_copy_of_another_version_is_made_again(folder):
+    load("office-caltech")
+    path = store.mirror_of("office-caltech") / store.MANIFEST
+    path.write_text(path.read_text().replace(f'"format": {store.FORMAT}', '"format": 0'))
+    load("office-caltech")
+    assert store.read(path.parent).manifest["format"] == store.FORMAT
+
+
+def test_larger_than_memory(folder, monkeypatch):
+    whole = load("digits")
+    monkeypatch.setenv("FEDHPRO_MEMORY", "0.0001")
+    mapped = load("digits")
+    assert torch.equal(whole.domains[2].train.x, mapped.domains[2].train.x)
+    assert isinstance(store.read(store.mirror_of("digits")).array("svhn.train.x"), np.memmap)
+    assert len(cut(mapped, scenario="domains", seed=0)) == 20
+
+
+def test_one_file_for_a_dataset(folder):
+    write(folder / "cifar10.npz", 50)
+    source = load("CIFAR-10")
+    assert source.name == "cifar10" and source.shape == (3, 32, 32) and source.classes[3] == "cat"
+    assert source.allocation == {"cifar10": (10, 5)}
+
+
+def test_ham10000_with_lesions(folder):
+    rng = np.random.default_rng(0)
+    lesions, names = np.repeat(np.arange(70), 2), np.array(CATALOG["ham10000"].classes)[::-1]  # in another order
+    x = rng.integers(0, 256, (140, 96, 128, 3), dtype=np.uint8)
+    arrays = {"x": x, "y": (lesions % 7).astype(np.uint8), "lesion_id": lesions.astype(str), "classes": names}
+    np.savez(folder / "ham10000.npz", **arrays)
+    (domain,) = load("ham10000").domains
+    assert len(domain.train) + len(domain.test) == 140 and domain.train.x.shape[1:] == (3, 96, 128)
+    places = {image.tobytes(): i for i, image in enumerate(x.transpose(0, 3, 1, 2))}
+    rows = [places[image.numpy().tobytes()] for image in domain.train.x]
+    assert domain.train.y.tolist() == [6 - lesions[i] % 7 for i in rows]
+    assert not {lesions[i] for i in rows} & {lesions[places[image.numpy().tobytes()]] for image in domain.test.x}
+    np.savez(folder / "ham10000.npz", **arrays | {"classes": np.array([*names[:-1], "wart"])})
+    with pytest.raises(DataError, match="has a class 'wart'"):
+        load("ham10000")
+
+
+def test_not_at_hand(folder, monkeypatch):
+    for name, get in (("cifar100", True), ("sun397", True), ("office-caltech", False)):
+        monkeypatch.delenv("FEDHPRO_DATA", raising=False)
+        with pytest.raises(DataError) as error:
+            load(name)
+        assert f"`fedhpro data import {name} PATH`" in str(error.value)
+        assert (f"`fedhpro data get {name}`" in str(error.value)) == get
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the real datasets are not beside this checkout")
-def test_the_real_office_caltech_has_the_papers_clients(tmp_path, monkeypatch):
+def test_the_real_ones(tmp_path, monkeypatch, digits_lite):
+    """Clients of the paper's sizes. CIFAR-10 and HAM10000 take long to unpack: `fedhpro data verify` is run by hand."""
+    monkeypatch.setattr(sources, "_digits_lite", lambda: digits_lite)
+    monkeypatch.setenv("FEDHPRO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FEDHPRO_DATA", str(tmp_path))
-    (tmp_path / "office_caltech").mkdir()
-    with np.load(SHARED / "office_caltech_32.npz") as file:
-        for name in ("caltech", "webcam", "amazon", "dslr"):
-            keys = ("x_train", "y_train", "x_test", "y_test")
-            np.savez(tmp_path / "office_caltech" / f"{name}.npz", **{key: file[f"{name}_{key}"] for key in keys})
-    allocation = load("office-caltech").allocation
-    assert allocation == {"caltech": (3, 179), "webcam": (1, 47), "amazon": (2, 153), "dslr": (4, 25)}
+    names = ("digits", "office_caltech", "ag_news")
+    subprocess.run([sys.executable, SHARED / "unpack.py", tmp_path, *names], check=True, capture_output=True)
+    digits = cut(load("digits"), scenario="domains", seed=0)
+    sizes = {client.domain: len(client.train) for client in digits}
+    assert len(digits) == 20 and sizes == {"mnist": 600, "usps": 72, "svhn": 732, "syn*": 100}
+    office = cut(load("office_caltech"), scenario="domains", seed=0)
+    sizes = {client.domain: len(client.train) for client in office}
+    assert len(office) == 10 and sizes == {"caltech": 179, "webcam": 47, "amazon": 153, "dslr": 25}
+    (news,) = load("ag_news").domains
+    assert (len(news.train), len(news.test)) == (29_779, 7_600)

@@ -167,7 +167,7 @@ def test_batches_are_contiguous_and_depend_on_the_generator_alone(augment, crop,
     ],
 )
 def test_augmentation_is_what_it_has_always_been(augment, crop, flip, content, following):
-    """Golden, from the first version: other batches, or a generator left elsewhere, would change the metrics of runs."""
+    """Golden, from the first version: other batches, or a generator left elsewhere, would change metrics of runs."""
     transform, source = Transform(PIXELS.mean, PIXELS.std, crop, flip, augment), rng(11)
     x = torch.arange(6 * 3 * 5 * 7).mul(37).remainder(251).to(torch.uint8).view(6, 3, 5, 7)
     batches = [transform.batch(x, torch.tensor(index), source) for index in ([0, 1, 2, 3, 4, 5], [5, 5, 0])]
@@ -204,3 +204,12 @@ def test_a_gpu_gives_the_same_pixels(augment, policy):
     transform = Transform(PIXELS.mean, PIXELS.std, 4, True, augment, policy)
     here, there = transform.batch(x, index, rng(2)), transform.batch(x.cuda(), index.cuda(), rng(2))
     assert torch.equal(here.round(), there.cpu().round())
+
+
+@pytest.mark.parametrize("augment", ["sample", "batch", "auto", "off"])
+@pytest.mark.parametrize("policy", ["cifar", "imagenet"])
+def test_batches_are_made_on_the_device_of_the_samples(augment, policy):
+    """The meta device has shapes and no values: whatever mixed devices, or waited for a value, would fail on it."""
+    x, index = images(300, 16, 16).to("meta"), torch.arange(300).to("meta")
+    batch = Transform(MEAN, STD, 2, True, augment, policy).batch(x, index, rng())
+    assert batch.device.type == "meta" and batch.shape == (300, 3, 16, 16) and batch.dtype == torch.float32

@@ -126,7 +126,7 @@ def test_compare_with_settings_of_one_method(capsys, tmp_path):
         (["run", "participation=2"], ["participation=2"]),
         (["run", "rounds"], ["'rounds'", "key=value"]),
         (["run", "--rounds", "3", "rounds=4"], ["rounds is given twice"]),
-        (["run", "data=cifar11"], ["cifar11", "digits-lite"]),
+        (["run", "data=cifar11"], ["cifar11", "cifar10"]),
         (["run", "model=resnet11"], ["resnet11", "resnet10"]),
         (["run", "width=8"], ["width", "16"]),
         (["run", "scenario=iid", "clients=100000"], ["100000", "samples"]),

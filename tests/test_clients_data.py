@@ -1,5 +1,7 @@
 """A federation's data: every scenario's clients, what they hold out, and all of them as one."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -51,7 +53,8 @@ def same(a, b):
 
 
 EVERYTHING = sorted([*range(60), *range(1000, 1040)])
-SCENARIOS = ["domains", "iid", "nid1", "nid1-equalised"]
+NID2 = {"biased": 2}  # three classes are too few for six biased clients
+SCENARIOS = ["domains", "iid", "nid1", "nid1-equalised", "nid2", "shards"]
 
 
 def test_domains_take_the_allocation_of_the_source():
@@ -66,6 +69,24 @@ def test_domains_with_an_allocation_of_its_own():
     clients = cut(BOTH, scenario="domains", seed=0, allocation={"b": (4, 10)})
     assert [(c.domain, len(c.train)) for c in clients] == [("b", 10)] * 4
     assert sorted(all_numbers(clients)) == list(range(1000, 1040))
+
+
+def test_domains_with_other_numbers():
+    def sizes(**keys):
+        return sorted((c.domain, len(c.train)) for c in cut(BOTH, scenario="domains", seed=0, **keys))
+
+    assert sizes(samples=7) == [("a", 7)] * 3 + [("b", 7)] * 2
+    assert sizes(clients_per_domain=1) == [("a", 15), ("b", 20)]
+    assert sizes(clients_per_domain=4, samples=9, allocation={"b": (1, 1)}) == [("b", 9)] * 4
+    with pytest.raises(PartitionError, match="3 clients with 21 samples each need 63 samples of domain 'a', which has"):
+        sizes(samples=21)
+
+
+def test_a_source_without_an_allocation():
+    alone = dataclasses.replace(BOTH, allocation={})
+    with pytest.raises(PartitionError, match="noise does not say which clients have which domain: choose another"):
+        cut(alone, scenario="domains", seed=0)
+    assert len(cut(alone, scenario="iid", seed=0)) == 10
 
 
 @pytest.mark.parametrize("scenario", ["iid", "nid1", "nid1-equalised"])
@@ -93,6 +114,52 @@ def test_alpha_and_min_samples_reach_the_partition():
         cut(BOTH, scenario="nid1", seed=0, clients=5, min_samples=21)
 
 
+def by_class(clients):
+    return [client.train.y.bincount(minlength=3).tolist() for client in clients]
+
+
+def test_nid2_keys_reach_the_partition():
+    """33, 34 and 33 samples of the classes."""
+    assert by_class(cut(BOTH, scenario="nid2", seed=0, biased=2)) == [[16, 0, 0], [0, 17, 0], [17, 17, 33]]
+    assert by_class(cut(BOTH, scenario="nid2", seed=0, biased=1, classes_each=2, share=0.1)) == [
+        [3, 3, 0],
+        [30, 31, 33],
+    ]
+    equal = cut(BOTH, scenario="nid2", seed=0, biased=3, equal_size=True)
+    assert by_class(equal) == [[24, 0, 0], [0, 24, 0], [0, 0, 24], [8, 8, 8]]
+    assert {client.domain for client in equal} == {POOLED}
+
+
+def test_shards_reach_the_partition():
+    one = by_class(cut(BOTH, scenario="shards", seed=0, clients=3, shards_per_client=1))
+    assert sorted(one) == [[0, 0, 33], [0, 33, 0], [33, 1, 0]]
+    assert sum(map(sum, by_class(cut(BOTH, scenario="shards", seed=0, clients=4)))) == 100
+
+
+# long tail
+
+
+@pytest.mark.parametrize("scenario", ["iid", "nid1", "nid1-equalised", "nid2", "shards"])
+def test_a_long_tail_comes_before_the_cut(scenario):
+    """rho = 4 on 33, 34, 33: 33, 16 and 8 are left, the same ones in every scenario."""
+    clients = cut(BOTH, scenario=scenario, seed=0, clients=4, min_samples=2, rho=4, **NID2)
+    assert [sum(counts) for counts in zip(*by_class(clients), strict=True)] == [33, 16, 8]
+    assert set(all_numbers(clients)) == set(all_numbers(cut(BOTH, scenario="iid", seed=0, clients=2, rho=4)))
+    assert set(all_numbers(clients)) != set(all_numbers(cut(BOTH, scenario="iid", seed=1, clients=2, rho=4)))
+
+
+def test_rho_from_one_to_what_the_classes_have():
+    balanced = cut(BOTH, scenario="iid", seed=0, rho=1)
+    assert sum(map(sum, by_class(balanced))) == 99  # 33 of each class
+    with pytest.raises(PartitionError, match=r"^rho=40 leaves no sample of class 2: .* rho can be 33 at most$"):
+        cut(BOTH, scenario="iid", seed=0, rho=40)
+
+
+def test_domains_have_no_long_tail():
+    with pytest.raises(PartitionError, match="goes with label scenarios such as nid1, not with scenario domains"):
+        cut(BOTH, scenario="domains", seed=0, rho=10)
+
+
 def test_a_single_domain_keeps_its_name():
     alone = source("b")
     assert {client.domain for client in cut(alone, scenario="iid", seed=0, clients=3)} == {"b"}
@@ -111,7 +178,7 @@ def test_unknown_scenario():
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_cut_depends_on_the_seed_alone(scenario):
     def again(seed):
-        return cut(BOTH, scenario=scenario, seed=seed, clients=5, held_out=0.2)
+        return cut(BOTH, scenario=scenario, seed=seed, clients=5, held_out=0.2, **NID2)
 
     torch.manual_seed(1)
     first = again(0)
@@ -125,8 +192,8 @@ def test_the_cut_depends_on_the_seed_alone(scenario):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_held_out_samples_are_a_share_of_each_clients_own(scenario):
-    whole = cut(BOTH, scenario=scenario, seed=3, clients=5)
-    shared = cut(BOTH, scenario=scenario, seed=3, clients=5, held_out=0.3)
+    whole = cut(BOTH, scenario=scenario, seed=3, clients=5, **NID2)
+    shared = cut(BOTH, scenario=scenario, seed=3, clients=5, held_out=0.3, **NID2)
     for before, after in zip(whole, shared, strict=True):
         assert len(before.held_out) == 0
         assert before.held_out.x.shape[1:] == (1, 2, 3)

@@ -212,7 +212,7 @@ def test_sentences_stay_one_short_line_whatever_is_given():
 
 
 def test_choices_are_listed():
-    assert sentence(scenario="foo").endswith("'domains', 'iid', 'nid1' or 'nid1-equalised'")
+    assert sentence(scenario="foo").endswith("'nid1-equalised', 'nid2', 'shards' or 'ag-nid'")
 
 
 def test_configs_cannot_be_changed():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -330,6 +329,7 @@ def original(rows: list[tuple[int, str, str]]) -> list[str]:
 @pytest.fixture
 def news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FEDHPRO_DATA", str(tmp_path))
+    monkeypatch.setenv("FEDHPRO_CACHE", str(tmp_path / "cache"))
     write(tmp_path, "train.csv", original(ORIGINAL))
     write(tmp_path, "test.csv", original(ORIGINAL[:8]))
     return tmp_path
@@ -340,17 +340,19 @@ def test_ag_news_from_the_original_files(news: Path) -> None:
     (domain,) = source.domains
     assert source.classes == ("World", "Sports", "Business", "Sci/Tech")
     assert (source.shape, source.crop) == ((200,), 0)
-    assert tuple(map(len, (domain.train, domain.validation, domain.test))) == (76, 4, 8)
-    assert torch.bincount(domain.validation.y).tolist() == [1] * 4
+    assert tuple(map(len, (domain.train, domain.validation, domain.test))) == (80, 0, 8)
+    (held,) = sources.with_validation(source).domains
+    assert tuple(map(len, (held.train, held.validation, held.test))) == (76, 4, 8)
+    assert torch.bincount(held.validation.y).tolist() == [1] * 4
     assert domain.test.y.tolist() == [0, 1, 2, 3] * 2
     assert source.tokenizer is not None and source.vocab == len(source.tokenizer)
     assert source.tokenizer.decode(domain.test.x[1]) == "title ? a quoted one words of class1 and more 39 s"
-    assert source.allocation == {"ag-news": (10, 7)}
-    again = sources.load("ag-news").domains[0]
-    assert torch.equal(domain.train.x, again.train.x) and torch.equal(domain.validation.x, again.validation.x)
+    assert source.allocation == {"ag-news": (10, 8)}
+    (again,) = sources.with_validation(sources.load("ag_news")).domains
+    assert torch.equal(held.train.x, again.train.x) and torch.equal(held.validation.x, again.validation.x)
 
 
-def test_validation_and_test_words_are_not_in_the_vocabulary(news: Path) -> None:
+def test_words_of_the_test_part_are_not_in_the_vocabulary(news: Path) -> None:
     write(news, "test.csv", ["1,zebra zebra zebra,zebra"] * 3)
     source = sources.load("ag-news")
     assert source.tokenizer is not None and "zebra" not in source.tokenizer.words
@@ -385,17 +387,8 @@ def test_missing_file(news: Path, name: str) -> None:
     (news / "ag_news" / f"{name}.csv").unlink()
     with pytest.raises(UserError) as caught:
         sources.load("ag-news")
-    assert str(caught.value) == (
-        f"AG News is not here: put its train.csv and test.csv into {news / 'ag_news'} ({name}.csv is missing), or set "
-        "FEDHPRO_DATA to the folder that has them in its subfolder ag_news"
-    )
-
-
-def test_default_folder_is_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FEDHPRO_DATA", raising=False)
-    monkeypatch.setenv("FEDHPRO_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=re.escape(str(tmp_path / "ag_news"))):
-        sources.load("ag-news")
+    path = news / "ag_news" / f"{name}.csv"
+    assert str(caught.value) == (f"{path} is missing: AG News is train.csv and test.csv (or .csv.gz) in one folder")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +426,7 @@ def test_damaged_gzip(tmp_path: Path, cut: slice) -> None:
 
 def test_a_class_without_rows(news: Path) -> None:
     write(news, "train.csv", [line for line in original(ORIGINAL) if not line.startswith('"3"')])
-    with pytest.raises(DataError, match="has 0 rows of class Business: at least 2 are needed"):
+    with pytest.raises(DataError, match="has no sample of class Business in its train part"):
         sources.load("ag-news")
 
 

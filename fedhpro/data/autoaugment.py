@@ -90,7 +90,8 @@ def autoaugment(images: Tensor, policy: PolicyName, rng: torch.Generator) -> Ten
                 groups[name].append((i, signs[step][i] * level))
         for name, members in groups.items():
             rows = torch.tensor([i for i, _ in members], device=images.device)
-            images[rows] = OPERATIONS[name](images[rows], [level for _, level in members])
+            chosen_images = images.index_select(0, rows)
+            images.index_copy_(0, rows, OPERATIONS[name](chosen_images, [level for _, level in members]))
     return images
 
 
@@ -129,7 +130,8 @@ def _contrast(x: Tensor, levels: list[int]) -> Tensor:
 def _sharpness(x: Tensor, levels: list[int]) -> Tensor:
     smooth = x.int()
     if min(x.shape[2:]) > 2:  # the border has no neighbours and stays
-        nine = smooth.unfold(2, 3, 1).unfold(3, 3, 1).sum((4, 5))
+        three = smooth[:, :, :-2] + smooth[:, :, 1:-1] + smooth[:, :, 2:]
+        nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
         smooth[:, :, 1:-1, 1:-1] = (2 * (nine + 4 * smooth[:, :, 1:-1, 1:-1]) + 13) // 26
     return _blend(smooth, x, levels)
 

@@ -28,12 +28,13 @@ class Transform:
     def plain(self, x: Tensor) -> Tensor:
         if x.dtype != torch.uint8:
             return x
-        offset, scale = _normalisation(self.mean, self.std, x.device)
-        return torch.addcmul(offset, x.float(), scale)
+        offset, scale = _normalisation(self.mean, self.std, x.shape[-2:], x.device)
+        pixels = x.float()
+        return torch.addcmul(offset, pixels, scale, out=pixels)
 
     def batch(self, x: Tensor, index: Tensor, rng: torch.Generator) -> Tensor:
         """Samples `index` of x, augmented and normalised. x may be larger than memory: only these are read."""
-        images = x[index]  # a copy, on the device of x
+        images = x.index_select(0, index)  # a copy, on the device of x; several times faster than x[index]
         if images.dtype == torch.uint8 and self.augment != "off":
             if self.crop or self.flip:
                 images = self._moved(images, rng)
@@ -42,26 +43,34 @@ class Transform:
         return self.plain(images).contiguous()
 
     def _moved(self, images: Tensor, rng: torch.Generator) -> Tensor:
-        """Cropped at random from a padded copy, and flipped, in one gather. `rng` is on the CPU, whatever the device."""
+        """Cropped at random from padded copies, and flipped. `rng` is on the CPU, whatever the device of the images."""
         (n, channels, height, width), device = images.shape, images.device
         draws = 1 if self.augment == "batch" else n
-        rows, columns = torch.arange(height).expand(draws, -1), torch.arange(width).expand(draws, -1)
+        top = left = flipped = torch.zeros(draws, dtype=torch.int64)
         if self.crop:
-            top, left = torch.randint(0, 2 * self.crop + 1, (2, draws, 1), generator=rng)
-            rows, columns = rows + top, columns + left
+            top, left = torch.randint(0, 2 * self.crop + 1, (2, draws), generator=rng)
             images = F.pad(images, [self.crop] * 4)
         if self.flip:
-            flipped = torch.rand(draws, generator=rng) < 0.5
-            columns = torch.where(flipped[:, None], columns.flip(1), columns)
-        rows, columns = rows.to(device), columns.to(device)
-        source = (rows[:, :, None] * images.shape[3] + columns[:, None]).view(draws, 1, -1)
-        return images.flatten(2).gather(2, source.expand(n, channels, -1)).view(n, channels, height, width)
+            flipped = (torch.rand(draws, generator=rng) < 0.5).long()
+            left = torch.where(flipped > 0, 2 * self.crop - left, left)
+            images = torch.cat([images, images.flip(3)])
+        # every row of a result is a run of pixels in the padded copies: where it starts
+        image, top, left = torch.stack([torch.arange(n) + n * flipped, top.expand(n), left.expand(n)]).to(device)
+        plane = image[:, None] * channels + torch.arange(channels, device=device)
+        row = (plane * images.shape[2] + top[:, None])[:, :, None] + torch.arange(height, device=device)
+        start = row * images.shape[3] + left[:, None, None]
+        runs = images.flatten().unfold(0, width, 1)  # a view of all of them
+        return runs.index_select(0, start.flatten()).view(n, channels, height, width)
 
 
 @functools.cache  # on a GPU, a copy of constants in every step would wait for it
-def _normalisation(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _normalisation(
+    mean: tuple[float, ...], std: tuple[float, ...], size: torch.Size, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Offset and scale of every pixel of an image: spreading a value per channel takes three times as long."""
     m, s = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
-    return (-m / s).to(device), (1 / (255 * s)).to(device)
+    offset, scale = (value.expand(-1, *size).contiguous().to(device) for value in (-m / s, 1 / (255 * s)))
+    return offset, scale
 
 
 def epoch(n: int, batch_size: int, rng: torch.Generator) -> Iterator[Tensor]:

@@ -45,13 +45,17 @@ def cut(
     """The clients of a scenario; docs/scenarios.md says which argument belongs to which.
 
     rho: the training samples are first reduced to a long tail. allocation: {domain: (clients, samples of each)} instead
-    of the source's own; clients_per_domain and samples: these numbers for every domain in it. held_out: the share of its
-    own samples that a client keeps for evaluation.
+    of the source's own; clients_per_domain and samples: these numbers for every domain in it. held_out: the share of
+    its own samples that a client keeps for evaluation.
     """
     rng = numpy_generator(seed, "partition")
     if scenario == "domains":
         if rho is not None:
             raise PartitionError("a long tail (rho) goes with label scenarios such as nid1, not with scenario domains")
+        if not (allocation or source.allocation):
+            raise PartitionError(
+                f"{source.name} does not say which clients have which domain: choose another scenario, such as nid1"
+            )
         by_name = {domain.name: domain for domain in source.domains}
         sizes = {name: len(domain.train) for name, domain in by_name.items()}
         wanted = {

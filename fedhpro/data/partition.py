@@ -68,9 +68,9 @@ BLOCK = 10  # clients that the authors' code draws together
 def dirichlet_equalised(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, attempts: int = 100
 ) -> Indices:
-    """NID1 as the authors' code cuts it: random samples for each ten clients, drawn as in `dirichlet` until every one of
-    the ten has half the mean; then the clients' lists, class after class, laid end to end and cut into equal sizes.
-    Where no draw succeeds, the best one is kept; fewer than ten clients are one block.
+    """NID1 as the authors' code cuts it: random samples for every ten clients, drawn as in `dirichlet` until each of
+    them has half the mean; then the clients' lists, class after class, laid end to end and cut into equal sizes. Where
+    no draw succeeds, the best one is kept; fewer than ten clients are one block.
     """
     _enough(labels, clients, 1)
     starts = np.arange(0, clients, BLOCK)
@@ -91,8 +91,8 @@ def nid2(
     share: float = 0.5,
     equal_size: bool = False,
 ) -> Indices:
-    """NID2: biased clients with a few classes each, the first one with the first classes and so on, then one client with
-    all classes. The biased take a share of every class of theirs, the last client takes the rest.
+    """NID2: biased clients with a few classes each, the first one with the first classes and so on, then one client
+    with all classes. The biased take a share of every class of theirs, the last client takes the rest.
 
     equal_size: all clients get the same number, the largest possible, as evenly from their classes as it divides; the
     share is what comes out, and some samples are nobody's. classes_each: a tenth of the classes unless given.
@@ -104,8 +104,8 @@ def nid2(
         raise PartitionError(f"nid2 needs at least 1 biased client and 1 class for each, not {biased} and {each}")
     if owned > len(classes):
         raise PartitionError(
-            f"nid2 with {biased} biased clients of {each} class{'es' * (each > 1)} each needs {owned} classes, and there "
-            f"are {len(classes)}"
+            f"nid2 with {biased} biased clients of {each} class{'es' * (each > 1)} each needs {owned} classes, and "
+            f"there are {len(classes)}"
         )
     if not 0 < share < 1:
         raise PartitionError(f"the share of a biased client in its classes is between 0 and 1, not {share:g}")
@@ -141,6 +141,7 @@ def long_tail(labels: np.ndarray, rho: float, rng: np.random.Generator) -> np.nd
     """
     if not 1 <= rho < np.inf:
         raise PartitionError(f"rho, the largest class over the smallest, is at least 1, not {rho:g}")
+    _enough(labels, 1, 1)
     classes, counts = np.unique(labels, return_counts=True)
     shape = rho ** (-np.arange(len(classes)) / max(1, len(classes) - 1))
     largest = int((counts / shape).min())
@@ -250,7 +251,9 @@ def _equal_sizes(counts: np.ndarray, biased: int, each: int) -> tuple[np.ndarray
 
     size = bisect_left(range(counts.sum()), True, key=lambda size: bool((sum(needed(size)) > counts).any())) - 1
     if size < len(counts):
-        raise PartitionError(f"nid2 with equal sizes gives each client {size} samples, too few for {len(counts)} classes")
+        raise PartitionError(
+            f"nid2 with equal sizes gives each client {size} samples, too few for {len(counts)} classes"
+        )
     return needed(size)
 
 

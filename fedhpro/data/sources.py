@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .text import Tokenizer
+from ..errors import DataError
+from ..randomness import numpy_generator
+from . import splits
+from .catalog import CATALOG, IMAGENET_MEAN, IMAGENET_STD, RENDERED, TEXTS, Dataset, Part, canonical
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
+if TYPE_CHECKING:
+    from .store import Stored
+    from .text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Domain:
     test: Split
     real: bool  # photographed, scanned or written by people, as opposed to rendered here
     about: str  # one line: what the samples are and where they come from
+    groups: Tensor | None = None  # of the training samples: those of one number (of one lesion) belong together
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Source:
     complete: bool = False  # in scenario "domains", every client gets at least one sample of each class
     vocab: int | None = None  # texts: number of token ids; None: images
     tokenizer: Tokenizer | None = None  # texts: what turned words into ids
+    # share of train that `with_validation` holds apart; 0: the source has a validation part of its own
+    validation_share: float = 0.0
 
     @property
     def num_classes(self) -> int:
@@ -62,14 +70,34 @@ class Source:
         return tuple(self.domains[0].train.x.shape[1:])
 
 
-# keys whose defaults are made for digits-lite and do not fit other data
-_TEXT = {"model": "textcnn", "optimizer": "adam", "lr": 0.01, "batch_size": 64, "scenario": "ag-nid", "clients": 10}
-DEFAULTS: dict[str, dict[str, Any]] = {"docs-lite": _TEXT, "ag-news": _TEXT}
-
-
 def load(name: str) -> Source:
-    """The source of that name, built or read from the cache."""
-    return SOURCES[name]()
+    """The source of that name: built, or read from what FEDHPRO_DATA or the cache holds, or your own files."""
+    from .own import open_own
+
+    return open_own(name) or SOURCES[canonical(name)]()
+
+
+def with_validation(source: Source) -> Source:
+    """The source with a part of train held apart to choose settings on: always the same one, the same share of each
+    class, no group in both. What clients train on shrinks by it.
+    """
+    if not source.validation_share:
+        return source
+    return dataclasses.replace(source, domains=tuple(_hold_apart(domain, source) for domain in source.domains))
+
+
+def _hold_apart(domain: Domain, source: Source) -> Domain:
+    count = round(source.validation_share * len(domain.train))
+    rng = numpy_generator(0, "validation", source.name, domain.name)
+    groups = None if domain.groups is None else domain.groups.numpy()
+    kept, held = map(torch.from_numpy, splits.carve(domain.train.y.numpy(), count, rng, groups))
+    train, validation = (Split(domain.train.x[rows], domain.train.y[rows]) for rows in (kept, held))
+    return dataclasses.replace(
+        domain, train=train, validation=validation, groups=None if domain.groups is None else domain.groups[kept]
+    )
+
+
+# --- embedded ---
 
 
 def _digits_lite() -> Source:
@@ -84,28 +112,85 @@ def _docs_lite() -> Source:
     return text.load_docs_lite()
 
 
-def _ag_news() -> Source:
-    from . import text
-
-    return text.load_ag_news()
+# --- of the catalog ---
 
 
-def _digits() -> Source:
-    from . import archives
+def stored(dataset: Dataset) -> Stored | None:
+    """The dataset where it is at hand: what FEDHPRO_DATA holds comes first, then what was fetched or imported."""
+    from . import ingest, store
 
-    return archives.digits()
-
-
-def _office_caltech() -> Source:
-    from . import archives
-
-    return archives.office_caltech()
+    found = ingest.mirror(dataset)
+    folder = store.folder_of(dataset.name)
+    return found if found is not None or not store.is_there(folder) else store.read(folder)
 
 
-SOURCES: dict[str, Callable[[], Source]] = {
-    "digits-lite": _digits_lite,
-    "digits": _digits,
-    "office-caltech": _office_caltech,
-    "docs-lite": _docs_lite,
-    "ag-news": _ag_news,
-}
+def _of_catalog(name: str) -> Source:
+    dataset = CATALOG[name]
+    found = stored(dataset)
+    if found is None:
+        get = f"`fedhpro data get {name}`, or " if dataset.fetched else ""
+        raise DataError(
+            f"{dataset.title} is not in the cache: run {get}`fedhpro data import {name} PATH` with your files"
+        )
+    tokenizer = _tokenizer(found) if dataset.kind == "text" else None
+    domains = tuple(_domain(found, part) if part.name in found.domains else _rendered() for part in dataset.parts)
+    return Source(
+        name,
+        domains,
+        found.classes,
+        {domain.name: _share(part, domain) for part, domain in zip(dataset.parts, domains, strict=True)},
+        mean=dataset.mean,
+        std=dataset.std,
+        crop=dataset.crop,
+        flip=dataset.flip,
+        complete=dataset.complete,
+        vocab=None if tokenizer is None else len(tokenizer),
+        tokenizer=tokenizer,
+        validation_share=dataset.validation_share,
+    )
+
+
+def _domain(found: Stored, part: Part) -> Domain:
+    train, test = (_split(found, f"{part.name}.{split}") for split in ("train", "test"))
+    groups = f"{part.name}.train.groups"
+    return Domain(
+        part.name,
+        train,
+        Split(train.x[:0], train.y[:0]),
+        test,
+        real=part.name != "syn",
+        about=part.about,
+        groups=torch.from_numpy(found.array(groups)) if found.has(groups) else None,
+    )
+
+
+def _split(found: Stored, name: str) -> Split:
+    x = torch.from_numpy(found.array(f"{name}.x"))
+    return Split(x if x.dtype == torch.uint8 else x.to(torch.int64), torch.from_numpy(found.array(f"{name}.y")))
+
+
+def _rendered() -> Domain:
+    """SYN where no copy is given, as digits-lite renders it."""
+    syn = next(domain for domain in _digits_lite().domains if domain.name == "syn")
+    nothing = Split(syn.train.x[:0], syn.train.y[:0])
+    about = "SYN*: rendered here, a substitute for Synthetic Digits"
+    return dataclasses.replace(syn, name=RENDERED, validation=nothing, about=about)
+
+
+def _share(part: Part, domain: Domain) -> tuple[int, int]:
+    if domain.name == RENDERED:
+        return part.clients, len(domain.train) // 10  # 100: 1 % of the 10,000 that it stands for
+    return part.clients, part.samples if isinstance(part.samples, int) else int(part.samples * len(domain.train))
+
+
+def _tokenizer(found: Stored) -> Tokenizer:
+    from .text import Tokenizer
+
+    return Tokenizer.from_json(found.text("tokenizer.json"))
+
+
+SOURCES: dict[str, Callable[[], Source]] = {"digits-lite": _digits_lite, "docs-lite": _docs_lite}
+SOURCES |= {name: functools.partial(_of_catalog, name) for name in CATALOG}
+# keys whose defaults are made for digits-lite and do not fit other data
+DEFAULTS: dict[str, dict[str, Any]] = {"docs-lite": dict(TEXTS)}
+DEFAULTS |= {name: dict(dataset.defaults) for name, dataset in CATALOG.items()}

@@ -29,7 +29,7 @@ def carve(labels: Ints, count: int, rng: np.random.Generator, groups: NDArray | 
     return rows[~taken[ids]], rows[taken[ids]]
 
 
-def every_fifth(count: int) -> tuple[Ints, Ints]:
+def eight_of_ten(count: int) -> tuple[Ints, Ints]:
     """Of each ten samples in a row, eight stay and two are taken, as FPL, MarsFL and F2DC cut Office-Caltech."""
     rows = np.arange(count)
     return rows[rows % 10 < 8], rows[rows % 10 >= 8]

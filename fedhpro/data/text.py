@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import DamagedFile, cache_folder, checksum, data_folder, load_tensors, save_tensors
+from ..files import DamagedFile, cache_folder, checksum, load_tensors, save_tensors
+from .catalog import CATALOG
 from .sources import Domain, Source, Split
 
 SPLITS = ("train", "validation", "test")
@@ -295,34 +296,10 @@ def _cut(corpus: dict[str, list[str]], rng: np.random.Generator) -> dict[str, li
 
 # --- AG News ---
 
-AG_NEWS = "ag-news"
-AG_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
-AG_LENGTH = 200  # tokens
-AG_VALIDATION = 0.05  # share of train.csv that is held apart, of each class
+AG_CLASSES = CATALOG["ag-news"].classes
+LONGEST = 200  # tokens
 AG_LABELS = {"label": 0, "class index": 1}  # header of the label's column: its first label
 AG_TEXTS = ("title", "description", "text")
-
-
-def load_ag_news() -> Source:
-    folder = data_folder() / "ag_news"
-    (texts, labels), (test_texts, test_labels) = (read_news(_news_file(folder, name)) for name in ("train", "test"))
-    kept, held_apart = _hold_apart(labels, folder)
-    train_texts = [texts[i] for i in kept]
-    tokenizer = Tokenizer.fit(train_texts)
-
-    def split(chosen: Sequence[str], y: np.ndarray) -> Split:
-        return Split(tokenizer.encode(chosen, AG_LENGTH), torch.from_numpy(y))
-
-    domain = Domain(
-        AG_NEWS,
-        split(train_texts, labels[kept]),
-        split([texts[i] for i in held_apart], labels[held_apart]),
-        split(test_texts, test_labels),
-        real=True,
-        about=f"AG News: titles and descriptions of news articles, read from {folder}",
-    )
-    allocation = {AG_NEWS: (10, len(kept) // 10)}
-    return Source(AG_NEWS, (domain,), AG_CLASSES, allocation, crop=0, vocab=len(tokenizer), tokenizer=tokenizer)
 
 
 def read_news(path: Path) -> tuple[list[str], np.ndarray]:
@@ -364,14 +341,11 @@ def read_news(path: Path) -> tuple[list[str], np.ndarray]:
     return texts, np.array(labels, np.int64)
 
 
-def _news_file(folder: Path, name: str) -> Path:
+def news_file(folder: Path, name: str) -> Path:
     for path in (folder / f"{name}.csv", folder / f"{name}.csv.gz"):
         if path.is_file():
             return path
-    raise DataError(
-        f"AG News is not here: put its train.csv and test.csv into {folder} ({name}.csv is missing), or set "
-        "FEDHPRO_DATA to the folder that has them in its subfolder ag_news"
-    )
+    raise DataError(f"{folder / name}.csv is missing: AG News is train.csv and test.csv (or .csv.gz) in one folder")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -394,19 +368,3 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             raise DataError(f"{path}, row {number}: this is not CSV ({error})") from None
         if row:
             yield number, row
-
-
-def _hold_apart(labels: np.ndarray, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Rows for train and for validation, the same share of each class, in the file's order."""
-    rng = np.random.Generator(np.random.PCG64(SEED))
-    apart: list[np.ndarray] = []
-    for label, name in enumerate(AG_CLASSES):
-        members = np.flatnonzero(labels == label)
-        if len(members) < 2:
-            raise DataError(
-                f"{_news_file(folder, 'train')} has {len(members)} rows of class {name}: at least 2 are needed, "
-                "one to train on and one to validate with"
-            )
-        apart.append(rng.permutation(members)[: max(1, round(AG_VALIDATION * len(members)))])
-    held_apart = np.sort(np.concatenate(apart))
-    return np.setdiff1d(np.arange(len(labels)), held_apart), held_apart
