@@ -23,6 +23,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/rounds.py
+	$(BIN)/python benchmarks/batches.py
 
 setup: $(VENV)/.ready
 

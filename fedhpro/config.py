@@ -164,9 +164,9 @@ def configure(**keys: Any) -> Config:
 
 
 def own_data(keys: Mapping[str, Any]) -> list[str]:
-    """`folder:PATH` and `csv:PATH` are data too; whether the files are sound shows when they are read."""
+    """`folder:PATH` and `csv:PATH` are data too, and `python:NAME`, a source that a program handed over."""
     name = str(keys.get("data"))
-    return [name] if name.startswith(("folder:", "csv:")) else []
+    return [name] if name.startswith(("folder:", "csv:", "python:")) else []
 
 
 def method_keys(method: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .config import configure
-from .data.catalog import CATALOG, Dataset, canonical, find
+from .config import configure, parse
+from .data.catalog import CATALOG, Dataset, find
 from .errors import ConfigError, DataError
 
 data_app = typer.Typer(help="Data sources: get them, check them, look at them.", no_args_is_help=True)
@@ -157,37 +157,44 @@ def _say(stored: Any) -> None:
 @data_app.command("show")
 def data_show(
     name: Annotated[str, typer.Argument(help="The source.")] = "digits-lite",
-    sheet: Annotated[
-        Path | None, typer.Option(help="Where to write the contact sheet. \\[default: SOURCE.png]")
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="How it is split: scenario=nid1 alpha=0.2")
     ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Where to write the pictures.")] = Path(),
 ) -> None:
-    """What is in a source, who gets how much of it, and a contact sheet of its images, or some of its texts."""
-    from .data import digits_lite, sources
+    """What is in a source and who gets how much of it, with pictures of its images and of who holds what."""
+    from .data import load
+    from .federation import build_clients
+    from .report.holdings import draw_holdings, holdings_table
+    from .report.sheet import contact_sheet
 
-    name = canonical(name)
-    configure(data=name)  # says which name is closest
-    source = sources.load(name)
-    kind = "texts of " + f"{source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
-    table = Table(title=f"{name}: {source.num_classes} classes, {kind}")
-    numbers = ("train", "validation", "test", "clients", "samples each")
-    for title in ("domain", "real", *numbers):
-        table.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
+    if "=" in name and ":" not in name:  # only keys were given
+        name, keys = "digits-lite", [name, *(keys or [])]
+    config = configure(data=name, **parse(keys or []))
+    source = load(config.data)
+    clients = build_clients(config, source, config.build_method())
+    kind = f"texts of {source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
+    table = Table(title=f"{source.name}: {source.num_classes} classes, {kind}")
+    for title in ("domain", "real", "train", "validation", "test"):
+        table.add_column(title, justify="left" if title in ("domain", "real") else "right", no_wrap=True)
     for domain in source.domains:
-        clients, samples = source.allocation.get(domain.name, ("", ""))
-        sizes = (str(len(split)) for split in (domain.train, domain.validation, domain.test))
-        table.add_row(domain.name, "yes" if domain.real else "no", *sizes, str(clients), str(samples))
+        sizes = (f"{len(split):,}" for split in (domain.train, domain.validation, domain.test))
+        table.add_row(domain.name, "yes" if domain.real else "no", *sizes)
     out.print(table)
     for domain in source.domains:
         out.print(f"{domain.name}: {domain.about}", highlight=False)
+    out.print(holdings_table(clients, source.classes))
     if source.tokenizer is not None:
         split = source.domains[0].train
         for c, label in enumerate(source.classes):
             text = source.tokenizer.decode(split.x[split.y == c][0])
             out.print(f"[bold]{escape(label)}[/]: {escape(text[:200])} ...", highlight=False)
-        return
-    path = sheet or Path(f"{name}.png")
-    try:
-        digits_lite.contact_sheet(source, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
-    out.print(f"contact sheet: {path}", highlight=False)
+    pictures = {f"{source.name}-holdings.png": lambda path: draw_holdings(clients, source.classes, path)}
+    if not source.vocab:
+        pictures[f"{source.name}.png"] = lambda path: contact_sheet(source, path)
+    for title, draw in pictures.items():
+        try:
+            draw(folder / title)
+        except OSError as error:
+            raise ConfigError(f"cannot write {folder / title}: {error.strerror or error}") from None
+        out.print(f"wrote {folder / title}", highlight=False, soft_wrap=True)

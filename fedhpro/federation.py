@@ -10,8 +10,9 @@ import torch
 
 from . import data, models, wire
 from .config import Config, worker_count
+from .data.autoaugment import PolicyName
 from .data.batches import Transform
-from .data.clients import POOLED, cut, merged
+from .data.clients import POOLED, ClientData, Samples, cut, merged
 from .data.sources import Source, Split
 from .engines.cpu import Engine, InProcess, Memories, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled
@@ -33,25 +34,7 @@ class Federation:
             self.source = data.with_validation(self.source)
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
-        self.clients = cut(
-            self.source,
-            scenario=config.scenario,
-            seed=config.seed,
-            clients=config.clients,
-            alpha=config.alpha,
-            min_samples=config.min_samples,
-            rho=config.rho,
-            biased=config.nid2_clients,
-            classes_each=config.nid2_classes,
-            share=config.nid2_share,
-            equal_size=config.nid2_equal_size,
-            shards_per_client=config.shards_per_client,
-            clients_per_domain=config.clients_per_domain,
-            samples=config.samples_per_client,
-            held_out=config.held_out if config.evaluation != "central" else 0.0,
-        )
-        if self.method.pools_data:
-            self.clients = [merged(self.clients)]
+        self.clients = build_clients(config, self.source, self.method)
         self.sizes = [len(client.train) for client in self.clients]
         if config.min_clients > len(self.clients):
             raise ConfigError(f"min_clients={config.min_clients}: there are only {len(self.clients)} clients")
@@ -255,8 +238,8 @@ class Federation:
         self._upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
         self.schema = wire.schema_of(self._upload)
 
-    def _test_sets(self) -> dict[str, Split]:
-        sets: dict[str, Split] = {}
+    def _test_sets(self) -> dict[str, Samples]:
+        sets: dict[str, Samples] = {}
         if self.config.evaluation != "federated":
             for domain in self.source.domains:
                 sets[f"server/{domain.name}"] = domain.test if self.config.split == "test" else domain.validation
@@ -276,6 +259,28 @@ class Federation:
                 if own or name == f"held-out/{k}":
                     tests.append(Test(name, k))
         return tests
+
+
+def build_clients(config: Config, source: Source, method: Method) -> list[ClientData]:
+    """The clients of the config's scenario, or one with everybody's samples."""
+    clients = cut(
+        source,
+        scenario=config.scenario,
+        seed=config.seed,
+        clients=config.clients,
+        alpha=config.alpha,
+        min_samples=config.min_samples,
+        rho=config.rho,
+        biased=config.nid2_clients,
+        classes_each=config.nid2_classes,
+        share=config.nid2_share,
+        equal_size=config.nid2_equal_size,
+        shards_per_client=config.shards_per_client,
+        clients_per_domain=config.clients_per_domain,
+        samples=config.samples_per_client,
+        held_out=config.held_out if config.evaluation != "central" else 0.0,
+    )
+    return [merged(clients)] if method.pools_data else clients
 
 
 def choose_exchange(config: Config, method: Method) -> str:
@@ -327,4 +332,5 @@ def build_nets(config: Config, source: Source) -> list[models.Net]:
 
 
 def build_transform(config: Config, source: Source) -> Transform:
-    return Transform(source.mean, source.std, source.crop, source.flip, config.augment)
+    policy: PolicyName = "cifar" if source.name.startswith("cifar") else "imagenet"
+    return Transform(source.mean, source.std, source.crop, source.flip, config.augment, policy)

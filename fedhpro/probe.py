@@ -16,7 +16,8 @@ from torch import Tensor
 from . import config as configuration
 from .client import EVAL_BATCH
 from .data.batches import Transform
-from .data.sources import Source, Split
+from .data.clients import Samples
+from .data.sources import Source
 from .equations import class_means
 from .errors import RunError
 from .federation import Federation
@@ -37,7 +38,7 @@ class Probe:
 
 
 @torch.no_grad()
-def features(net: Net, split: Split, transform: Transform) -> Tensor:
+def features(net: Net, split: Samples, transform: Transform) -> Tensor:
     """z of every sample, in eval mode."""
     net.eval()
     return torch.cat([net.features(transform.plain(x)) for x in split.x.split(EVAL_BATCH)])

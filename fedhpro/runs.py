@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ def run(
         config = config.replace(**keys) if keys else config
     else:
         config = configure(**(dict(config or {}) | keys))
+    if source is not None:
+        config = config.replace(data=f"python:{source.name}")  # so that no record claims other data
     federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
     folder = RunFolder.create(config)
     folder.draw_data(federation)
@@ -293,7 +296,8 @@ class RunFolder:
 
 
 def _new_path(config: Config) -> Path:
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{Path(config.data).stem}-seed{config.seed}"
+    data = re.sub(r"[^\w.-]+", "-", config.data)[:40]
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
     path, number = Path("runs") / stem, 1
     while path.exists():
         number += 1

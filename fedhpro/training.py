@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
-from .data.clients import ClientData
-from .data.sources import Split
+from .data.clients import ClientData, Samples
 from .methods.base import Method, Tensors
 from .models.base import Net
 from .randomness import generator
@@ -121,7 +120,7 @@ class LocalTrainer:
         settings: LocalSettings,
         transform: Transform,
         clients: Sequence[ClientData],
-        tests: dict[str, Split],
+        tests: dict[str, Samples],
         seed: int,
         device: torch.device | None = None,
     ) -> None:
@@ -139,13 +138,13 @@ class LocalTrainer:
         return self.update_on(self.clients[k].train, self.settings, round, k, received, memory)
 
     def update_on(
-        self, data: Split, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
+        self, data: Samples, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
     ) -> tuple[Tensors, Tensors]:
-        data, received, memory = data.to(self.device), self.here(received), self.here(memory)
+        split, received, memory = data.to(self.device), self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
         net, extras = bench.net, section(received, "extra")
-        client = LocalClient(net, data, self.transform, extras, memory, generator(self.seed, "client", round, k))
+        client = LocalClient(net, split, self.transform, extras, memory, generator(self.seed, "client", round, k))
         net.dropout.generator = generator(self.seed, "dropout", round, k)
         rng = generator(self.seed, "batches", round, k)
         context, losses = train(client, self.method, bench.frozen, settings, settings.lr_of(round), rng)

@@ -171,8 +171,11 @@ def test_the_smaller_commands(capsys, tmp_path):
     assert re.search(r"M +30 +int +steps of gradient matching", text)
     code, text, _ = call(capsys, "run", "--keys", "preset=released")
     assert re.search(r"retrain_classifier +True", text) and re.search(r"lr +0\.1 ", text)
-    code, text, _ = call(capsys, "data", "show", "--sheet", "sheet.png")
-    assert code == 0 and "mnist-m" in text and (tmp_path / "sheet.png").exists()
+    code, text, _ = call(capsys, "data", "show")
+    assert code == 0 and "mnist-m" in text and "20 clients, 1,180 samples" in text
+    assert (tmp_path / "digits-lite.png").exists() and (tmp_path / "digits-lite-holdings.png").exists()
+    code, text, _ = call(capsys, "data", "show", "scenario=shards", "clients=7", "--out", "pictures")
+    assert code == 0 and "7 clients, 3,600 samples" in text and (tmp_path / "pictures" / "digits-lite.png").exists()
     code, text, _ = call(capsys, "data", "list")
     assert "digits-lite" in text
     code, text, _ = call(capsys, "--version")

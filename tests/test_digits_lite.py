@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from fedhpro.data import digits_lite
-from fedhpro.data.sources import Source
+from fedhpro.data.sources import Domain, Source, Split
+from fedhpro.report.sheet import contact_sheet
 
 SIZES = {"mnist": (1000, 400, 800), "uci": (600, 397, 800), "mnist-m": (1000, 400, 800), "syn": (1000, 400, 800)}
 FOREIGN = {name: version(name) for name, pinned in digits_lite.FROZEN_WITH.items() if version(name) != pinned}
@@ -177,9 +178,20 @@ def test_content_is_frozen(tensors: dict[str, Tensor], source: Source) -> None:
 
 
 def test_contact_sheet(source: Source, tmp_path: Path) -> None:
-    digits_lite.contact_sheet(source, tmp_path / "sheet.png")
+    contact_sheet(source, tmp_path / "sheet.png")
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width > 20 * 64 and sheet.height > 4 * 64
+        corner = source.domains[0].train.x[(source.domains[0].train.y == 0).nonzero()[0, 0]][:, 0, 0]
+        assert sheet.getpixel((120, 4)) == tuple(corner.tolist())
+
+
+def test_contact_sheet_of_wide_grey_images_with_missing_samples(tmp_path: Path) -> None:
+    few = Split(torch.full((3, 1, 10, 20), 90, dtype=torch.uint8), torch.tensor([0, 0, 2]))
+    domain = Domain("wide", few, few, few, real=True, about="")
+    contact_sheet(Source("wide", (domain,), ("a", "b", "c"), {}), tmp_path / "sheet.png", columns=6)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        centres = [sheet.getpixel((120 + 132 * column + 60, 30)) for column in range(6)]
+    assert centres == [(90,) * 3, (255,) * 3, (90,) * 3, (90,) * 3, (255,) * 3, (255,) * 3]
 
 
 # --- the cache ---

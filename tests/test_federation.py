@@ -1,6 +1,5 @@
 """Whole rounds on a tiny federation: what is promised of engines, aggregation, refusals, evaluation and resuming."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from fedhpro import config as configuration
 from fedhpro import methods, runs
 from fedhpro.config import configure
 from fedhpro.data.clients import ClientData
+from fedhpro.data.sources import Split
 from fedhpro.engines import cpu
 from fedhpro.errors import ConfigError, FederationStalled
 from fedhpro.federation import Federation
@@ -197,9 +197,8 @@ def test_local_training_shares_nothing(tiny_source):
     assert together.model == {} and together.sent() == {}
     with Federation(configure(**(TINY | {"method": "local"})), tiny_source) as federation:
         other = federation.clients[1]
-        federation.clients[1] = ClientData(
-            other.domain, dataclasses.replace(other.train, y=3 - other.train.y), other.held_out
-        )
+        flipped = Split(other.train.x, 3 - other.train.y)
+        federation.clients[1] = ClientData(other.domain, flipped, other.held_out)
         list(federation.rounds())
         assert same(federation.memories[0], together.memories[0])
         assert not same(federation.memories[1], together.memories[1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import PartitionError
 from ..randomness import numpy_generator
@@ -17,10 +18,35 @@ POOLED = "all"  # the domain of a client whose samples come from several
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some rows of a split, read when they are asked for: a memory-mapped dataset stays on disk."""
+
+    pool: Split
+    rows: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        return self.pool.x[self.rows]
+
+    @property
+    def y(self) -> Tensor:
+        return self.pool.y[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to(self, device: torch.device) -> Split:
+        return Split(self.x.to(device), self.y.to(device))
+
+
+Samples = Split | Part
+
+
+@dataclass(frozen=True)
 class ClientData:
     domain: str
-    train: Split
-    held_out: Split
+    train: Samples
+    held_out: Samples
 
 
 def cut(
@@ -66,7 +92,7 @@ def cut(
         if source.complete:
             classes = {name: domain.train.y.numpy() for name, domain in by_name.items()}
             parts = [(name, partition.with_all_classes(indices, classes[name], rng)) for name, indices in parts]
-        owned = [(name, _take(by_name[name].train, indices)) for name, indices in parts]
+        owned = [(name, by_name[name].train, indices) for name, indices in parts]
     else:
         pool, name = pooled(source.domains)
         labels = pool.y.numpy()
@@ -88,9 +114,10 @@ def cut(
             cuts = partition.shards(labels, clients, rng, shards_per_client)
         else:
             raise PartitionError(f"there is no scenario {scenario!r}")
-        owned = [(name, _take(pool, kept[indices])) for indices in cuts]
+        owned = [(name, pool, kept[indices]) for indices in cuts]
     return [
-        _hold_out(name, split, held_out, numpy_generator(seed, "held-out", k)) for k, (name, split) in enumerate(owned)
+        _hold_out(name, split, rows, held_out, numpy_generator(seed, "held-out", k))
+        for k, (name, split, rows) in enumerate(owned)
     ]
 
 
@@ -110,16 +137,12 @@ def pooled(domains: Sequence[Domain]) -> tuple[Split, str]:
     return _join([domain.train for domain in domains]), POOLED
 
 
-def _hold_out(domain: str, split: Split, share: float, rng: np.random.Generator) -> ClientData:
-    order = rng.permutation(len(split))
-    kept = min(len(split) - 1, round(share * len(split)))  # at least one sample is left to train on
-    return ClientData(domain, _take(split, np.sort(order[kept:])), _take(split, np.sort(order[:kept])))
+def _hold_out(domain: str, pool: Split, rows: np.ndarray, share: float, rng: np.random.Generator) -> ClientData:
+    order = rng.permutation(len(rows))
+    kept = min(len(rows) - 1, round(share * len(rows)))  # at least one sample is left to train on
+    train, held = (torch.from_numpy(rows[np.sort(part)]) for part in (order[kept:], order[:kept]))
+    return ClientData(domain, Part(pool, train), Part(pool, held))
 
 
-def _take(split: Split, indices: np.ndarray) -> Split:
-    rows = torch.from_numpy(np.ascontiguousarray(indices))
-    return Split(split.x[rows], split.y[rows])
-
-
-def _join(splits: Sequence[Split]) -> Split:
+def _join(splits: Sequence[Samples]) -> Split:
     return Split(torch.cat([split.x for split in splits]), torch.cat([split.y for split in splits]))

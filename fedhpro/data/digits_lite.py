@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import importlib.util
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -142,21 +141,6 @@ def as_tensors(source: Source) -> dict[str, Tensor]:
 def is_frozen(content: Source | Mapping[str, Tensor]) -> bool:
     """Whether this is, byte for byte, the content that published numbers refer to."""
     return checksum(as_tensors(content) if isinstance(content, Source) else content) == FROZEN
-
-
-def contact_sheet(source: Source, path: str | os.PathLike[str], columns: int = 20, zoom: int = 2) -> None:
-    """A PNG with a row of training images for each domain, its classes in turn."""
-    side, cell, margin = SIDE * zoom, SIDE * zoom + 4, 120
-    sheet = Image.new("RGB", (margin + columns * cell + 4, len(source.domains) * cell + 4), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(20)
-    for row, domain in enumerate(source.domains):
-        top, (x, y) = 4 + row * cell, (domain.train.x, domain.train.y)
-        draw.text((margin - 14, top + side / 2), domain.name, "black", font, anchor="rm")
-        for column in range(columns):
-            turn, digit = divmod(column, source.num_classes)
-            image = Image.fromarray(x[y == digit][turn].permute(1, 2, 0).numpy())
-            sheet.paste(image.resize((side, side), Image.Resampling.NEAREST), (margin + column * cell, top))
-    sheet.save(path, "PNG")
 
 
 # --- raw material ---

@@ -74,6 +74,8 @@ def load(name: str) -> Source:
     """The source of that name: built, or read from what FEDHPRO_DATA or the cache holds, or your own files."""
     from .own import open_own
 
+    if name.startswith("python:"):
+        raise DataError(f"{name} was handed over in Python: hand it over again, as in resume(folder, source=source)")
     return open_own(name) or SOURCES[canonical(name)]()
 
 
