@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import __version__
 from .config import PRESETS, Config, configure, describe_type, method_keys, method_notes, method_types, parse
-from .data_cli import data_app
+from .data_cli import bring, data_app
 from .errors import ConfigError, UserError
 
 app = typer.Typer(
@@ -154,6 +154,7 @@ def compare(
             out.rule(escape(title), align="left")
         return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json))
 
+    bring(configure(**(common | rows[0].keys)).data)
     found = comparison.compare(rows, _seeds(seeds), common, start)
     found.save()
     if as_json:
@@ -215,20 +216,33 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
             table.add_row(key, _about(method))
         out.print(table)
         return
+    from .facts import rehearse
+
     configure(method=name)  # says which name is closest
-    out.print(f"[bold]{name}[/]: {escape(_about(METHODS[name]))}")
-    table = Table(box=None)
+    out.print(f"[bold]{name}[/]: {escape(_about(METHODS[name]))}", soft_wrap=True)
+    out.print(f"exchange: {' or '.join(METHODS[name].exchanges)}", highlight=False)
+    table = Table(title="hyper-parameters", box=None, title_justify="left")
     for title in ("key", "default", "allowed", "meaning"):
         table.add_column(title)
     types, notes = method_types(name), method_notes(name)
     for key, default in method_keys(name).items():
         table.add_row(key, str(default), describe_type(types[key]), escape(notes[key]))
+    if types:
+        out.print(table)
+    table = Table(
+        title="what travels and what is kept, for C=10 classes, d=512 features", box=None, title_justify="left"
+    )
+    for title in ("where", "what", "shape", "bytes"):
+        table.add_column(title, justify="right" if title == "bytes" else "left")
+    for fact in rehearse(name):
+        table.add_row(fact.where, fact.name, fact.shape, f"{fact.bytes:,}")
     out.print(table)
 
 
 def _train(config: Config, quiet: bool, as_json: bool) -> None:
     from . import runs
 
+    bring(config.data)
     _finish(runs.run(config, callbacks=_callbacks(quiet, as_json)), quiet, as_json)
 
 

@@ -59,6 +59,17 @@ def data_get(
     _say(_with_progress(lambda track: ingest.fetch(dataset, track)))
 
 
+def bring(name: str) -> None:
+    """Before a run: a dataset of the hub that is not at hand is fetched, once."""
+    from .data import ingest, sources
+
+    dataset = CATALOG.get(name)
+    if dataset is None or not dataset.fetched or sources.stored(dataset) is not None:
+        return
+    err.print(f"{dataset.title} is not in the cache: fetching it, once", highlight=False)
+    _with_progress(lambda track: ingest.fetch(dataset, track))
+
+
 @data_app.command("import")
 def data_import(
     name: Name,

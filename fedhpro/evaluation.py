@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,15 +22,22 @@ def class_accuracies(confusion: Tensor) -> list[float | None]:
     return [100.0 * int(h) / int(n) if n else None for h, n in zip(hits, totals, strict=True)]
 
 
+def balanced_accuracy(confusion: Tensor) -> float:
+    """The mean of the classes' accuracies: what a test set with equally many samples of each would give."""
+    return mean([score for score in class_accuracies(confusion) if score is not None])
+
+
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def domain_accuracies(found: Sequence[tuple[str, Tensor]]) -> dict[str, float]:
+def domain_accuracies(
+    found: Sequence[tuple[str, Tensor]], measure: Callable[[Tensor], float] = accuracy
+) -> dict[str, float]:
     """Accuracy per domain, the mean over the models tested on it, and AVG, the unweighted mean of the domains."""
     domains: dict[str, list[float]] = {}
     for name, confusion in found:
-        domains.setdefault(name, []).append(accuracy(confusion))
+        domains.setdefault(name, []).append(measure(confusion))
     means = {name: mean(values) for name, values in domains.items()}
     return means | {AVG: mean(list(means.values()))}
 
@@ -47,9 +54,9 @@ def client_summary(accuracies: dict[int, float], samples: dict[int, int]) -> dic
     }
 
 
-def headline(history: Sequence[dict[str, Any]], key: str = AVG) -> dict[str, Any]:
+def headline(history: Sequence[dict[str, Any]], key: str = AVG, group: str = "accuracy") -> dict[str, Any]:
     """final, best (and its round) and last5 (mean of the last five evaluations) of an accuracy."""
-    points = [(record["round"], record["accuracy"][key]) for record in history if "accuracy" in record]
+    points = [(record["round"], record[group][key]) for record in history if group in record]
     if not points:
         return {}
     best_round, best = max(points, key=lambda point: (point[1], -point[0]))

@@ -16,7 +16,7 @@ from .data.clients import POOLED, ClientData, Samples, cut, merged
 from .data.sources import Source, Split
 from .engines.cpu import Engine, InProcess, Memories, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled
-from .evaluation import accuracy, class_accuracies, client_summary, domain_accuracies, mean
+from .evaluation import accuracy, balanced_accuracy, class_accuracies, client_summary, domain_accuracies, mean
 from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
 from .training import LocalSettings, LocalTrainer, owned, section, travels
@@ -162,6 +162,7 @@ class Federation:
             summary: Record = {}
             if central:
                 summary["accuracy"] = domain_accuracies(central)
+                summary["balanced"] = domain_accuracies(central, balanced_accuracy)
             if central and self.exchange != "model":
                 summary["own_labels"] = mean(
                     [self._on_own_labels(t, m) for t, m in found if t.name.startswith("server/")]

@@ -106,6 +106,10 @@ def result_table(result: Result) -> Table:
         table.add_column(key, justify="right", style="bold green" if key == AVG else "")
     for name, label in (("final", "final round"), ("best", "best round"), ("last5", "mean of last five")):
         table.add_row(label, *(f"{headline(result.history, key)[name]:.2f}" for key in keys))
+    balanced = {key: headline(result.history, key, "balanced").get("final") for key in keys}
+    if any(value is not None and abs(value - result.accuracy[key]) > 0.005 for key, value in balanced.items()):
+        cells = ("-" if value is None else f"{value:.2f}" for value in balanced.values())
+        table.add_row("final, mean of classes", *cells)  # test sets whose classes differ in size
     return table
 
 

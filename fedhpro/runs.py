@@ -247,6 +247,7 @@ class RunFolder:
             "samples": sum(federation.sizes),
             "final": result.headline,
             "accuracy": result.accuracy,
+            **({"balanced": last["balanced"]} if "balanced" in last else {}),
             **({"federated": last["federated"]} if "federated" in last else {}),
             "bytes_up": sum(record["bytes_up"] for record in result.history),
             "bytes_down": sum(record["bytes_down"] for record in result.history),

@@ -137,3 +137,17 @@ def test_one_sentence(capsys, folder, arguments, words):
     assert (code, text) == (2, "")
     for word in words:
         assert word in sentence(error)
+
+
+def test_a_run_fetches_what_is_not_at_hand_once(monkeypatch, tmp_path):
+    from fedhpro import data_cli
+    from fedhpro.data import ingest
+
+    monkeypatch.setenv("FEDHPRO_CACHE", str(tmp_path))
+    fetched = []
+    monkeypatch.setattr(ingest, "fetch", lambda dataset, track: fetched.append(dataset.name))
+    data_cli.bring("cifar10")
+    data_cli.bring("digits-lite")  # embedded
+    data_cli.bring("office-caltech")  # not on the hub
+    data_cli.bring("folder:somewhere")
+    assert fetched == ["cifar10"]

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from fedhpro.evaluation import accuracy, class_accuracies, client_summary, domain_accuracies, headline
+from fedhpro.evaluation import (
+    accuracy,
+    balanced_accuracy,
+    class_accuracies,
+    client_summary,
+    domain_accuracies,
+    headline,
+)
 
 
 def confusion(right, wrong):
@@ -62,3 +69,10 @@ def test_headline(values, expected):
 
 def test_headline_of_a_domain():
     assert headline(records(3, 1, 2), "mnist") == {"final": -2, "best": -1, "best_round": 2, "last5": -2.0}
+
+
+def test_balanced_accuracy_weighs_classes_alike():
+    confusion = torch.tensor([[90, 0, 0], [10, 0, 0], [0, 0, 0]])  # a majority class, and one without test samples
+    assert accuracy(confusion) == 90
+    assert balanced_accuracy(confusion) == 50
+    assert domain_accuracies([("a", confusion)], balanced_accuracy) == {"a": 50, "AVG": 50}

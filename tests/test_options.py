@@ -108,3 +108,14 @@ def test_run_or_resume(tiny_source, tmp_path, monkeypatch):
     assert again.history == first.history and again.status == "finished"
     with pytest.raises(ConfigError, match="another config"):
         runs.run_or_resume(config.replace(lr=0.5))
+
+
+def test_facts_of_a_method():
+    from fedhpro.facts import rehearse
+
+    facts = {(fact.where, fact.name): (fact.shape, fact.bytes) for fact in rehearse("fedhpro")}
+    model = ("4,909,002 numbers", 4 * (4_903_242 + 5_760))
+    assert facts[("down", "a whole model")] == facts[("up", "a whole model")] == model
+    assert facts[("down", "S")] == ("C x 5 x d", 4 * 10 * 5 * 512)
+    assert facts[("up", "gradients")] == ("C x d", 4 * 10 * 512)
+    assert {fact.where for fact in rehearse("local")} == {"kept by the client"}
