@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -66,3 +67,15 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if checksum(tensors) != about.pop("sha256", None):
         raise DamagedFile(f"{path} is damaged: its checksum does not fit")
     return tensors, about
+
+
+def built_once(path: Path, recipe: str, build: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What `build` makes, from the cache where a sound copy made by this very recipe is there."""
+    with contextlib.suppress(OSError, DamagedFile):  # without a sound cache it is built again
+        tensors, about = load_tensors(path)
+        if about.get("recipe") == recipe:
+            return tensors
+    tensors = build()
+    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+        save_tensors(path, tensors, recipe=recipe)
+    return tensors

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedhpro.data import digits_lite
 from fedhpro.data.sources import Domain, Source, Split
+from fedhpro.files import save_tensors
 from fedhpro.report.sheet import contact_sheet
 
 SIZES = {"mnist": (1000, 400, 800), "uci": (600, 397, 800), "mnist-m": (1000, 400, 800), "syn": (1000, 400, 800)}
@@ -230,7 +231,7 @@ def test_bad_cache_is_rebuilt(builds: list[int], source: Source, tmp_path: Path,
     good = path.read_bytes()
     middle = len(good) // 2
     if damage == "recipe":
-        digits_lite.save_tensors(path, {"mnist/train/x": torch.zeros(1)}, recipe="an older recipe")
+        save_tensors(path, {"mnist/train/x": torch.zeros(1)}, recipe="an older recipe")
     else:
         path.write_bytes(
             {

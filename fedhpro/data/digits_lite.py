@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import importlib.util
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..files import DamagedFile, cache_folder, checksum, load_tensors, save_tensors
+from ..files import built_once, cache_folder, checksum
 from .sources import Domain, Source, Split
 
 # sha256 of the content, as built with the versions in FROZEN_WITH
@@ -84,14 +83,7 @@ def load() -> Source:
     """The source, read from the cache if a sound copy of this very recipe is there, and built otherwise."""
     path = cache_folder() / f"{NAME}-v{VERSION}.safetensors"
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()  # an edited constant must not meet old data
-    with contextlib.suppress(OSError, DamagedFile):  # without a sound cache it is built again
-        tensors, about = load_tensors(path)
-        if about.get("recipe") == recipe:
-            return as_source(tensors)
-    tensors = build()
-    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        save_tensors(path, tensors, recipe=recipe)
-    return as_source(tensors)
+    return as_source(built_once(path, recipe, build))
 
 
 def build() -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import csv
 import gzip
 import hashlib
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import DamagedFile, cache_folder, checksum, load_tensors, save_tensors
+from ..files import built_once, cache_folder, checksum
 from .catalog import CATALOG
 from .sources import Domain, Source, Split
 
@@ -148,14 +147,7 @@ def load_docs_lite() -> Source:
     """The source, from the cache where that was built by this very recipe from these very versions."""
     path = cache_folder() / f"{NAME}-v{VERSION}.safetensors"
     recipe = hashlib.sha256(Path(__file__).read_bytes() + json.dumps(installed_versions()).encode()).hexdigest()
-    with contextlib.suppress(OSError, DamagedFile):  # without a sound cache it is built again
-        tensors, about = load_tensors(path)
-        if about.get("recipe") == recipe:
-            return as_source(tensors)
-    tensors = build()
-    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-        save_tensors(path, tensors, recipe=recipe)
-    return as_source(tensors)
+    return as_source(built_once(path, recipe, build))
 
 
 def installed_versions() -> dict[str, str]:
