@@ -242,7 +242,7 @@ def _command(config: Facts) -> str:
     from .config import configure
 
     try:
-        defaults = configure(method=config.get("method", "fedhpro")).flat()
+        defaults = configure(method=config.get("method", "fedhpro"), data=config.get("data", "digits-lite")).flat()
     except ConfigError:  # a method of another version
         defaults = {}
     usual = {name: "none" if value is None else value for name, value in defaults.items()}  # as in config.toml

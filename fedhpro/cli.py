@@ -260,6 +260,8 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         raise typer.Exit(130)
     if as_json:
         print((result.folder / "result.json").read_text(encoding="utf-8"), end="")
+    elif quiet and not result.accuracy:
+        print(f"no round was evaluated  {result.folder}")
     elif quiet:
         found = result.headline
         print(f"AVG {found['final']:.2f}  best {found['best']:.2f}  last5 {found['last5']:.2f}  {result.folder}")

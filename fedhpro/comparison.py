@@ -95,6 +95,8 @@ class Comparison:
 
     def markdown(self) -> str:
         rows = self.rows()
+        if not rows:
+            return "no run has an evaluated round\n"
         keys = [key for key in rows[0] if key not in ("method", "seeds")]
         titles = ["method", *(TITLES.get(key, key) for key in keys)]
         lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * len(keys) + "|"]

@@ -107,6 +107,9 @@ class Config(BaseModel):
         """The same config with other keys, those of a preset among them; a new method starts from its own defaults."""
         preset = PRESETS.get(str(keys.get("preset")), {})
         before = {name: value for name, value in self.flat().items() if name not in preset}
+        if keys.get("data", self.data) != self.data:  # what the old data set and nobody changed does not stay
+            usual = configure(method=self.method, data=self.data).flat()
+            before = {name: value for name, value in before.items() if value != usual.get(name) or name == "method"}
         if keys.get("method", preset.get("method", self.method)) != self.method:
             before = {name: value for name, value in before.items() if name not in self.parameters}
         return configure(**(before | keys))

@@ -99,6 +99,7 @@ def match(
 def client_margin(means: Tensor, counts: Tensor) -> Tensor:
     """Eq 10: d_k, the sum of distances over ordered pairs of present classes over (C - 1)^2; 0 below two classes."""
     present = (counts > 0).to(means.dtype)
+    means = torch.where(present[:, None] > 0, means, 0.0)
     distances = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
     return (distances * present[:, None] * present).sum() / max(1, len(means) - 1) ** 2
 
@@ -145,10 +146,11 @@ def _sum_by_class(values: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
 
 def _length(v: Tensor) -> Tensor:
-    """Row norms [C, 1] that neither underflow for the tiny gradients of fitted classes nor divide by zero."""
-    tiny = torch.finfo(v.dtype).tiny
-    scale = v.abs().amax(1, keepdim=True).clamp_min(tiny).detach()
-    return torch.linalg.vector_norm(v / scale, dim=1, keepdim=True).clamp_min(tiny) * scale
+    """Row norms [C, 1] that do not underflow for the tiny gradients of fitted classes; 1 for a row of zeros."""
+    largest = v.abs().amax(1, keepdim=True).detach()
+    scale = torch.where(largest > 0, largest, 1.0)
+    length = torch.linalg.vector_norm(v / scale, dim=1, keepdim=True) * scale
+    return torch.where(largest > 0, length, 1.0)
 
 
 def _direction(v: Tensor) -> Tensor:

@@ -36,8 +36,12 @@ class Federation:
         self.exchange = choose_exchange(config, self.method)
         self.clients = build_clients(config, self.source, self.method)
         self.sizes = [len(client.train) for client in self.clients]
-        if config.min_clients > len(self.clients):
-            raise ConfigError(f"min_clients={config.min_clients}: there are only {len(self.clients)} clients")
+        self.per_round = max(1, round(config.participation * len(self.clients)))
+        if config.min_clients > self.per_round:
+            raise ConfigError(
+                f"min_clients={config.min_clients}: there are {len(self.clients)} clients, "
+                f"and {self.per_round} take part in a round"
+            )
         self.nets = build_nets(config, self.source)
         self.net = self.nets[0]  # the global model, where there is one
         self.trainer = LocalTrainer(
@@ -100,7 +104,14 @@ class Federation:
     def rounds(self, on_client: Callable[[int, int], None] | None = None) -> Iterator[Record]:
         """Run what is left of the rounds; each record is complete when it is handed out."""
         while self.round < self.config.rounds:
-            yield self.next_round(on_client)
+            record = self.next_round(on_client)
+            yield record
+            if self.stalled >= self.config.patience:
+                last = record["refused"][-1]
+                raise FederationStalled(
+                    f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads; "
+                    f"the last refusal: client {last['client']}: {last['reason']}"
+                )
 
     @one_thread()  # also for the server: its threads would fight with the workers over the cores
     @torch.no_grad()
@@ -134,18 +145,12 @@ class Federation:
         if number % self.config.evaluate_every == 0 or number == self.config.rounds:
             record |= self.evaluate()
         self.round = number
-        if self.stalled >= self.config.patience:
-            raise FederationStalled(
-                f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads; "
-                f"the last refusal: client {refused[-1]['client']}: {refused[-1]['reason']}"
-            )
         return record
 
     def sample(self, number: int) -> list[int]:
         """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""
-        size = max(1, round(self.config.participation * len(self.clients)))
         rng = numpy_generator(self.config.seed, "clients", number)
-        chosen = rng.choice(len(self.clients), size=size, replace=False).tolist()
+        chosen = rng.choice(len(self.clients), size=self.per_round, replace=False).tolist()
         return sorted(chosen, key=lambda k: (-self.sizes[k], k))
 
     def evaluate(self) -> Record:
@@ -175,16 +180,6 @@ class Federation:
                 record |= summary
             record.setdefault("heads", {})[head] = summary.get("accuracy", {})
         return record
-
-    def confusions(self) -> dict[str, torch.Tensor]:
-        """The confusion matrix of each server test set under the headline prediction, summed over models."""
-        assert self.engine is not None
-        tests = [test for test in self._tests() if test.name.startswith("server/")]
-        total: dict[str, torch.Tensor] = {}
-        for test, result in zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True):
-            name, matrix = test.name.removeprefix("server/"), result[self.headline]
-            total[name] = total[name] + matrix if name in total else matrix
-        return total
 
     def _on_own_labels(self, test: Test, confusion: torch.Tensor) -> float:
         """What a client's model would score on a test set with the client's own label distribution."""
@@ -229,8 +224,8 @@ class Federation:
         against, and a mistake in a method shows itself here, with its traceback.
         """
         rng = generator(self.config.seed, "rehearsal")
-        sample = self.clients[0].train.x[:1]
-        noise = torch.randint(0, self.source.vocab or 256, (2, *sample.shape[1:]), generator=rng).to(sample.dtype)
+        noise = torch.randint(0, self.source.vocab or 256, (2, *self.source.shape), generator=rng)
+        noise = noise if self.source.vocab else noise.to(torch.uint8)
         labels = torch.tensor([0, min(1, self.source.num_classes - 1)])
         one_step = dataclasses.replace(self.trainer.settings, epochs=1, steps=1)
         with one_thread():
@@ -309,6 +304,8 @@ def choose_device(config: Config) -> torch.device:
 def build_nets(config: Config, source: Source) -> list[models.Net]:
     """The network of the run, or those of a mixed federation, whose features are all pooled to one width."""
     mixed = config.model in models.GROUPS
+    if source.vocab is not None and config.method == "fedrcl":
+        raise ConfigError(f"method=fedrcl contrasts images at five depths, and {source.name} has texts")
     if (source.vocab is not None) != (config.model == "textcnn"):
         fitting = "textcnn" if source.vocab is not None else "any other"
         raise ConfigError(f"model={config.model} does not fit {source.name}: choose {fitting}")

@@ -22,6 +22,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDHPRO_CACHE") or os.path.expanduser("~/.cache/fedhpro"))
 
 
+def safe_formats() -> list[str]:
+    """The image formats to open files of strangers with."""
+    from PIL import Image
+
+    Image.init()
+    return [name for name in Image.OPEN if name != "EPS"]  # a program, which Pillow would let Ghostscript run
+
+
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """sha256 over names, types, shapes and bytes."""
     digest = hashlib.sha256()
@@ -49,10 +57,11 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
     """safetensors, with the checksum of the content and whatever else is to be remembered in its header."""
     owned: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, value in tensors.items():
         value = value.detach().cpu().contiguous()
-        shared = any(value.data_ptr() == other.data_ptr() for other in owned.values() if other.numel())
-        owned[name] = value.clone() if shared else value  # safetensors takes no two names for one memory
+        owned[name] = value.clone() if value.data_ptr() in seen else value  # safetensors: one name for one memory
+        seen.add(value.data_ptr())
     write_atomically(path, save(owned, about | {"sha256": checksum(owned)}))
 
 

@@ -21,8 +21,8 @@ from .data.sources import Source
 from .equations import class_means
 from .errors import RunError
 from .federation import Federation
-from .files import load_tensors
 from .models.base import Net
+from .runs import RunFolder
 from .training import copy_into
 
 KINDS = {"S": "hyper-prototypes", "A": "anchors", "P": "global prototypes"}
@@ -51,7 +51,9 @@ def probe(run: str | Path, source: Source | None = None) -> Probe:
     if not (folder / "model.safetensors").exists():
         raise RunError(f"{folder} has no global model: its models stayed with the clients, or it has no finished round")
     net, transform, C = federation.net, federation.trainer.transform, federation.source.num_classes
-    tensors, _ = federation_state(folder)
+    tensors, _ = RunFolder.open(folder).newest_checkpoint()
+    if not tensors:
+        raise RunError(f"{folder} has no sound checkpoint")
     with torch.no_grad():
         copy_into(net, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")})
     z = torch.cat([features(net, client.train, transform) for client in federation.clients])
@@ -69,11 +71,3 @@ def probe(run: str | Path, source: Source | None = None) -> Probe:
                 kind, own if own.dim() == 3 else own[:, None], present if key == "P" else everywhere, means, domains
             )
     return Probe("class means under the global model", means[:, None], counts > 0, means, domains)
-
-
-def federation_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Model and server state of the newest checkpoint."""
-    newest = sorted((folder / "checkpoints").glob("round-*.safetensors"))
-    if not newest:
-        raise RunError(f"{folder} has no checkpoint")
-    return load_tensors(newest[-1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -34,8 +35,9 @@ class Terminal(Callback):
         who = ", ".join(f"{count} {name}" for name, count in domains.items())
         parameters = sum(p.numel() for p in federation.net.parameters())
         self.console.print(
-            f"[bold]{config.method}[/] on {config.data}: {len(clients)} client{'s' * (len(clients) > 1)} ({who}), "
-            f"{sum(federation.sizes):,} training samples, {config.model} with {parameters:,} parameters, "
+            f"[bold]{config.method}[/] on {escape(config.data)}: {len(clients)} client{'s' * (len(clients) > 1)} "
+            f"({escape(who)}), {sum(federation.sizes):,} training samples, "
+            f"{config.model} with {parameters:,} parameters, "
             f"{config.rounds} rounds of {config.local_epochs} epochs, seed {config.seed}",
             highlight=False,
             soft_wrap=True,
@@ -62,7 +64,8 @@ class Terminal(Callback):
         self.history.append(record)
         for refusal in record["refused"]:
             print = self.live.console.print if self.live else self.console.print
-            print(f"[yellow]round {record['round']}: client {refusal['client']} refused: {refusal['reason']}[/]")
+            reason = escape(refusal["reason"])  # a client's words must not be taken for markup
+            print(f"[yellow]round {record['round']}: client {refusal['client']} refused: {reason}[/]")
         if self.live:
             self.bars.update(self.rounds, completed=record["round"])
             self.live.update(self._view())

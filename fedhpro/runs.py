@@ -2,10 +2,10 @@
 
 config.toml              every key, as validated
 holdings.png             who holds what
-    metrics.jsonl            one record a round; the same bytes for the same config on CPU
+metrics.jsonl            one record a round; the same bytes for the same config on CPU
 timings.jsonl            seconds a round, which are not
 checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
-model.safetensors .json  the global model and how to use it
+model.safetensors .json  the global model and how to use it (of texts: tokenizer.json too)
 server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
 result.json curves.png MODEL_CARD.md
 """
@@ -74,7 +74,7 @@ def run(
     else:
         config = configure(**(dict(config or {}) | keys))
     if source is not None:
-        config = config.replace(data=f"python:{source.name}")  # so that no record claims other data
+        config = config.model_copy(update={"data": f"python:{source.name}"})  # so that no record claims other data
     federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
     folder = RunFolder.create(config)
     folder.draw_data(federation)
@@ -90,9 +90,14 @@ def resume(
     changed = {name for name, value in config.replace(**keys).flat().items() if value != config.flat().get(name)}
     if forbidden := changed - {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints"}:
         raise ConfigError(f"{sorted(forbidden)[0]} cannot change in the middle of a run")
+    if "rounds" in changed and config.lr_schedule == "cosine":
+        raise ConfigError("rounds cannot change in the middle of a run: the cosine schedule of lr depends on it")
     config = config.replace(**keys)
+    records = folder.records()
+    tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
+    if config.rounds < meta.get("round", 0):
+        raise ConfigError(f"rounds={config.rounds}: {meta['round']} rounds of {folder.path} are done already")
     federation = Federation(config, source)
-    tensors, meta = folder.newest_checkpoint()
     if tensors:
         federation.restore(tensors, meta)
     history = folder.rewind(federation.round)
@@ -121,6 +126,7 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
             for callback in callbacks:
                 callback.client(federation.round + 1, done, total)
 
+        done = federation.model, federation.state  # of the last finished round
         try:
             started = time.perf_counter()
             for record in federation.rounds(on_client):
@@ -128,12 +134,14 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
                 folder.add_round(record, time.perf_counter() - started)
                 if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
                     folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
+                done = federation.model, federation.state
                 for callback in callbacks:
                     callback.round(record)
                 started = time.perf_counter()
             result.status = "finished"
         except KeyboardInterrupt:
             result.status = "interrupted"
+            federation.model, federation.state = done
         finally:
             if result.status == "running":  # on its way out with an error; metrics and checkpoints are in the folder
                 result.status = "failed"
@@ -192,7 +200,11 @@ class RunFolder:
         return found
 
     def rewind(self, last_round: int) -> list[Record]:
-        """Forget rounds after the checkpoint: they are run again."""
+        """Forget what came after the checkpoint: it is run again."""
+        for path in self.checkpoints.glob("round-*.json"):
+            if int(path.stem.removeprefix("round-")) > last_round:
+                path.unlink()
+                path.with_suffix(".safetensors").unlink(missing_ok=True)
         kept = [record for record in self.records() if record["round"] <= last_round]
         for path in (self.metrics, self.timings):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -202,16 +214,16 @@ class RunFolder:
     def save_checkpoint(self, tensors: Tensors, meta: Record, keep: int) -> None:
         path = self.checkpoints / f"round-{meta['round']:06d}.safetensors"
         save_tensors(path, tensors)
-        write_atomically(
-            path.with_suffix(".json"), json.dumps(meta | {"sha256": _sha256(path), "version": __version__})
-        )
+        write_atomically(path.with_suffix(".json"), json.dumps(meta | {"version": __version__}))
         for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
 
-    def newest_checkpoint(self) -> tuple[Tensors, Record]:
-        """The newest that is whole; nothing where there is none."""
+    def newest_checkpoint(self, up_to: int | None = None) -> tuple[Tensors, Record]:
+        """The newest that is whole, and not of a round whose metrics are lost; nothing where there is none."""
         for path in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
+            if up_to is not None and int(path.stem.removeprefix("round-")) > up_to:
+                continue
             try:
                 meta = json.loads(path.read_text(encoding="utf-8"))
                 tensors, _ = load_tensors(path.with_suffix(".safetensors"))

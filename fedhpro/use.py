@@ -30,6 +30,7 @@ from . import models
 from .card import write_card
 from .data.text import Tokenizer, words_of
 from .errors import DataError, RunError
+from .files import safe_formats
 
 __all__ = [
     "FORMATS",
@@ -242,17 +243,12 @@ def _read_image(path: Path, shape: Shape) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=_safe_formats()) as image:
+            with Image.open(path, formats=safe_formats()) as image:
                 return _to_tensor(ImageOps.exif_transpose(image), shape)
     except RunError as error:
         raise RunError(f"the image {path} cannot be used: {error}") from None
     except Exception as error:  # what decoders raise on hostile files is not limited to what Pillow documents
         raise RunError(f"the image {path} cannot be read, repair or remove it: {error}") from None
-
-
-def _safe_formats() -> list[str]:
-    Image.init()
-    return [name for name in Image.OPEN if name != "EPS"]  # a program, which Pillow would let Ghostscript run
 
 
 def _to_tensor(image: Image.Image, shape: Shape) -> Tensor:

@@ -20,6 +20,18 @@ def num_bytes(tensors: Tensors) -> int:
 
 def problem(upload: Tensors, schema: Schema) -> str | None:
     """Why an upload cannot be used, in one sentence, or None. Hostile until checked: nothing is assumed of it."""
+    if (reason := misfit(upload, schema)) is not None:
+        return reason
+    for name, value in upload.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            return f"{name} has values that are not finite"
+        if (not value.is_floating_point() or name.endswith("running_var")) and bool((value < 0).any()):
+            return f"{name} has negative values"
+    return "it has no samples" if int(upload["samples"]) < 1 else None
+
+
+def misfit(upload: Tensors, schema: Schema) -> str | None:
+    """What is wrong with names, shapes and types, or None."""
     if not isinstance(upload, dict):
         return f"it is a {type(upload).__name__}, not named tensors"
     if missing := sorted(schema.keys() - upload.keys()):
@@ -36,12 +48,6 @@ def problem(upload: Tensors, schema: Schema) -> str | None:
             return f"{name} has shape {list(value.shape)} instead of {list(shape)}"
         if value.dtype != dtype:
             return f"{name} has type {_short(value.dtype)} instead of {_short(dtype)}"
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            return f"{name} has values that are not finite"
-        if (not value.is_floating_point() or name.endswith("running_var")) and bool((value < 0).any()):
-            return f"{name} has negative values"
-    if int(upload["samples"]) < 1:
-        return "it has no samples"
     return None
 
 

@@ -340,3 +340,9 @@ def test_replace_with_a_preset_takes_its_keys(other_method):
     assert other.replace(preset="paper", method=other_method) == configure(
         preset="paper", method=other_method, pull=2, seed=4
     )
+
+
+def test_other_data_brings_its_own_defaults():
+    assert configure().replace(data="docs-lite") == configure(data="docs-lite")
+    kept = configure(rounds=3, lr=0.5).replace(data="docs-lite")
+    assert (kept.rounds, kept.lr, kept.model) == (3, 0.5, "textcnn")

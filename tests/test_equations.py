@@ -279,3 +279,24 @@ def test_gradcheck_all_of_them():
     ]
     for function, inputs in cases:
         assert gradcheck(function, inputs)
+
+
+def test_zero_gradients_give_no_nan():
+    target, zeros = torch.ones(2, 3, requires_grad=True), torch.zeros(2, 3, requires_grad=True)
+    loss = eq.matching_loss(target, zeros)
+    assert loss.tolist() == [1, 1]
+    loss.sum().backward()
+    assert target.grad.isfinite().all() and zeros.grad.isfinite().all()
+    target = torch.tensor([[1.0, 2.0], [0.0, 0.0]], requires_grad=True)
+    ours = torch.ones(2, 2, requires_grad=True)
+    eq.matching_loss(target, ours).sum().backward()
+    assert target.grad.isfinite().all() and ours.grad.isfinite().all() and (ours.grad[1] == 0).all()
+    # a classifier so sure of itself that the hyper-prototypes' own gradients are exactly 0
+    W, S = 1e4 * torch.eye(2), 1e4 * torch.eye(2)[:, None]
+    matched, trace = eq.match(S, torch.ones(2, 2), torch.tensor([True, True]), W, torch.zeros(2))
+    assert torch.equal(matched, S) and trace.isfinite().all()
+
+
+def test_client_margin_ignores_what_an_absent_class_carries():
+    means = torch.tensor([[0.0, 0.0], [3.0, 4.0], [float("nan"), 1.0]])
+    assert eq.client_margin(means, torch.tensor([1, 2, 0])).item() == pytest.approx(2 * 5 / 4)

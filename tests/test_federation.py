@@ -146,10 +146,12 @@ def test_too_few_valid_uploads_change_nothing_and_several_such_rounds_stop_the_r
         federation.engine = Saboteur(federation.trainer)
         federation.engine.spoil = lambda upload: {}
         before = federation.snapshot()[0]
-        record = federation.next_round()
-        assert not record["aggregated"] and same(before, federation.snapshot()[0])
+        seen = []
         with pytest.raises(FederationStalled, match=r"2 rounds in a row .* client 0: .* is missing"):
-            federation.next_round()
+            for record in federation.rounds():
+                seen.append(record)
+        assert [record["aggregated"] for record in seen] == [False, False]  # the last one is on record too
+        assert same(before, federation.snapshot()[0])
 
 
 def test_a_client_that_fails_is_only_missed(tiny_source, monkeypatch):
@@ -301,3 +303,70 @@ def test_checkpoints_kept(tiny_source, tmp_path):
     runs.run(configure(**(TINY | {"rounds": 5, "keep_checkpoints": 2}), out=str(tmp_path / "run")), source=tiny_source)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == [f"round-00000{r}.{kind}" for r in (4, 5) for kind in ("json", "safetensors")]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fault", ["missing", "shape", "type"])
+def test_a_report_that_does_not_fit_is_refused_on_every_engine(tiny_source, workers, fault):
+    """Shared memory must not bend a wrong shape or type into the right one, nor keep another client's tensor."""
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Faulty(methods.Method):
+        name = "faulty"
+
+        def report(self, client, context):
+            right = {"a": torch.zeros(3), "b": torch.ones(2)}
+            if len(client.data) != 20:  # the rehearsal and the small clients are right
+                return right
+            return {
+                "missing": {"a": right["a"]},
+                "shape": right | {"a": torch.zeros(1)},
+                "type": right | {"a": torch.zeros(3).double()},
+            }[fault]
+
+    try:
+        with Federation(configure(**(TINY | {"method": "faulty", "workers": workers})), tiny_source) as federation:
+            record = federation.next_round()
+    finally:
+        del methods.METHODS["faulty"]
+    large = [k for k, client in enumerate(federation.clients) if len(client.train) == 20]
+    assert [refusal["client"] for refusal in record["refused"]] == large and record["aggregated"]
+
+
+def test_more_clients_asked_for_than_take_part(tiny_source):
+    with pytest.raises(ConfigError, match="and 1 take part in a round"):
+        Federation(configure(**(TINY | {"participation": 0.3, "min_clients": 2})), tiny_source)
+
+
+def test_interrupt_in_the_evaluation_leaves_the_model_of_the_reported_round(tiny_source, tmp_path, monkeypatch):
+    real = Federation.evaluate
+
+    def evaluate(self):
+        if self.round == 1:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Federation, "evaluate", evaluate)
+    result = runs.run(configure(**(TINY | {"rounds": 3}), out=str(tmp_path / "run")), source=tiny_source)
+    assert result.status == "interrupted" and len(result.history) == 1
+    saved = runs.load_tensors(tmp_path / "run" / "checkpoints" / "round-000001.safetensors")[0]
+    from safetensors.torch import load_file
+
+    model = load_file(tmp_path / "run" / "model.safetensors")
+    assert torch.equal(model["classifier.weight"], saved["model/classifier.weight"])
+
+
+def test_resume_when_metrics_were_lost_and_when_rounds_are_fewer(tiny_source, tmp_path):
+    keys = TINY | {"rounds": 4}
+    whole = runs.run(configure(**keys, out=str(tmp_path / "run")), source=tiny_source)
+    expected = (whole.folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"4 rounds of .* are done already"):
+        runs.resume(whole.folder, source=tiny_source, rounds=2)
+    lines = expected.splitlines(keepends=True)
+    (whole.folder / "metrics.jsonl").write_bytes(b"".join(lines[:3]))
+    assert len(runs.resume(whole.folder, source=tiny_source).history) == 4
+    assert (whole.folder / "metrics.jsonl").read_bytes() == expected
+    cosine = runs.run(configure(**(keys | {"lr_schedule": "cosine"}), out=str(tmp_path / "c")), source=tiny_source)
+    with pytest.raises(ConfigError, match="cosine"):
+        runs.resume(cosine.folder, source=tiny_source, rounds=8)

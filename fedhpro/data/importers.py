@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 import tarfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +25,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ..errors import DataError
+from ..files import safe_formats
 from ..randomness import numpy_generator
 from . import splits, text
 from .catalog import Dataset, Part, plain
@@ -475,10 +477,19 @@ def pictures(files: Sequence[Path]) -> Iterator[Picture]:
     """The images of some files, opened one by one."""
     for path in files:
         try:
-            with Image.open(path) as image:
-                yield image.convert("RGB")
-        except (OSError, UnidentifiedImageError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(path, formats=safe_formats()) as image:
+                    picture = image.convert("RGB")
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            Image.DecompressionBombError,
+            Image.DecompressionBombWarning,
+        ) as error:
             raise DataError(f"{path} is not a whole image ({brief(error)}): get it again, or take it out") from None
+        yield picture
 
 
 def tiny_imagenet(folder: Path, dataset: Dataset) -> Found:

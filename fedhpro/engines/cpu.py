@@ -18,6 +18,8 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
+from .. import wire
+from ..errors import UserError
 from ..methods.base import Tensors
 from ..training import LocalTrainer
 
@@ -171,11 +173,17 @@ class WorkerPool:
 
     def _fate(self) -> str:
         codes = [process.exitcode for process in self.processes if process.exitcode is not None]
-        return f"a worker process ended unexpectedly (exit code {codes[0] if codes else 'unknown'})"
+        code = codes[0] if codes else "unknown"
+        return (
+            f"a worker process ended unexpectedly (exit code {code}): "
+            "the finished rounds are saved, and `fedhpro resume` goes on from there"
+        )
 
 
-class WorkerDied(RuntimeError):
-    pass
+class WorkerDied(UserError):
+    """A worker process was killed, for want of memory perhaps."""
+
+    exit_code = 1
 
 
 class SharedTensors:
@@ -247,11 +255,13 @@ def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors
         memory_in, upload, memory_out = slots[slot]
         kind = trainer.kind(k)
         answer = _train(trainer, round, k, sent.form(), memory_in.form(kind) if has_memory else {})
-        try:
+        if answer.error is None:  # what does not fit must not be bent into the shared memory's shapes
+            answer.error = wire.misfit(answer.upload, wire.schema_of(upload.form()))
+        if answer.error is None:
+            answer.error = wire.misfit(answer.memory, wire.schema_of(memory_out.form(kind)))
+        if answer.error is None:
             upload.write(answer.upload)
             memory_out.write(answer.memory, kind)
-        except Exception as error:
-            answer.error = f"{type(error).__name__}: {error}"
         return order, k, slot, answer.error
     _, order, test, has_memory = message
     memory = slots[0][0].form(trainer.kind(test.client)) if has_memory else {}

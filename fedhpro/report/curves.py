@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = N
     """One run: accuracy per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
     from matplotlib.figure import Figure  # heavy, and not needed by who only trains
 
-    histories = [_history(run) for run in runs]
+    from ..runs import RunFolder
+
+    histories = [RunFolder(run).records() for run in runs]
     if len(runs) == 1:
         history = histories[0]
         figure = Figure(figsize=(12, 3.6), layout="constrained")
@@ -49,11 +50,6 @@ def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = N
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     write_atomically(out, buffer.getvalue())
-
-
-def _history(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:
