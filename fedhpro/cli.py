@@ -253,7 +253,7 @@ def _callbacks(quiet: bool, as_json: bool) -> list[Any]:
 
 
 def _finish(result: Any, quiet: bool, as_json: bool) -> None:
-    from .progress import result_table
+    from .progress import result_table, trouble
 
     if not result.history:
         err.print(f"interrupted before the first round was done: nothing to show; {result.folder} can be resumed")
@@ -275,6 +275,8 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         ]
         hint = f"; try: fedhpro predict {result.folder} FILES" if "model.safetensors" in files else ""
         out.print(f"  {', '.join(files)}{hint}", highlight=False, soft_wrap=True)
+    if (sentence := trouble(result)) is not None:
+        err.print(sentence, style="yellow", highlight=False, soft_wrap=True)
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
         raise typer.Exit(130)

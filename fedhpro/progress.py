@@ -32,13 +32,13 @@ class Terminal(Callback):
         domains: dict[str, int] = {}
         for client in clients:
             domains[client.domain] = domains.get(client.domain, 0) + 1
-        who = ", ".join(f"{count} {name}" for name, count in domains.items())
+        who = ", ".join(f"{count} {name}" for name, count in sorted(domains.items()))
         parameters = sum(p.numel() for p in federation.net.parameters())
         self.console.print(
-            f"[bold]{config.method}[/] on {escape(config.data)}: {len(clients)} client{'s' * (len(clients) > 1)} "
+            f"[bold]{config.method}[/] on {escape(config.data)}: {_count(len(clients), 'client')} "
             f"({escape(who)}), {sum(federation.sizes):,} training samples, "
             f"{config.model} with {parameters:,} parameters, "
-            f"{config.rounds} rounds of {config.local_epochs} epochs, seed {config.seed}",
+            f"{_count(config.rounds, 'round')} of {_count(config.local_epochs, 'epoch')}, seed {config.seed}",
             highlight=False,
             soft_wrap=True,
         )
@@ -62,10 +62,13 @@ class Terminal(Callback):
 
     def round(self, record: dict[str, Any]) -> None:
         self.history.append(record)
-        for refusal in record["refused"]:
+        if refused := record["refused"]:
             print = self.live.console.print if self.live else self.console.print
-            reason = escape(refusal["reason"])  # a client's words must not be taken for markup
-            print(f"[yellow]round {record['round']}: client {refusal['client']} refused: {reason}[/]")
+            first = f"client {refused[0]['client']}: {refused[0]['reason']}"
+            more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+            kept = "" if record["aggregated"] else "; the model stays as it was"
+            # a client's words must not be taken for markup
+            print(f"[yellow]round {record['round']}: refused {escape(first)}{more}{kept}[/]", soft_wrap=True)
         if self.live:
             self.bars.update(self.rounds, completed=record["round"])
             self.live.update(self._view())
@@ -107,13 +110,33 @@ def result_table(result: Result) -> Table:
     keys = list(result.accuracy)
     for key in keys:
         table.add_column(key, justify="right", style="bold green" if key == AVG else "")
-    for name, label in (("final", "final round"), ("best", "best round"), ("last5", "mean of last five")):
-        table.add_row(label, *(f"{headline(result.history, key)[name]:.2f}" for key in keys))
+    best = result.headline.get("best_round")
+    at_best = next((record["accuracy"] for record in result.history if record["round"] == best), result.accuracy)
+    table.add_row("final round", *(f"{result.accuracy[key]:.2f}" for key in keys))
+    table.add_row(f"best round ({best})", *(f"{at_best[key]:.2f}" for key in keys))
+    table.add_row("mean of last five", *(f"{headline(result.history, key)['last5']:.2f}" for key in keys))
     balanced = {key: headline(result.history, key, "balanced").get("final") for key in keys}
     if any(value is not None and abs(value - result.accuracy[key]) > 0.005 for key, value in balanced.items()):
         cells = ("-" if value is None else f"{value:.2f}" for value in balanced.values())
         table.add_row("final, mean of classes", *cells)  # test sets whose classes differ in size
     return table
+
+
+def trouble(result: Result) -> str | None:
+    """One sentence where uploads were refused: a diverged run must not pass for a finished one."""
+    refused = sum(len(record["refused"]) for record in result.history)
+    if not refused:
+        return None
+    sent = sum(len(record["clients"]) for record in result.history)
+    idle = sum(not record["aggregated"] for record in result.history)
+    hint = ""
+    if any("not finite" in refusal["reason"] for record in result.history for refusal in record["refused"]):
+        hint = f": training diverged; try a smaller lr than {result.config.lr}"
+    return f"{refused} of {_count(sent, 'upload')} were refused, and {_count(idle, 'round')} changed nothing{hint}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _central(result: Result) -> bool:

@@ -175,6 +175,8 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
+        if not path.is_dir():
+            raise ConfigError(f"there is no run folder {path}")
         if not (path / "config.toml").is_file():
             raise ConfigError(f"{path} is not a run folder: it has no config.toml")
         return cls(path)

@@ -204,3 +204,18 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path):
     assert victim.returncode == 130 and "fedhpro resume" in error and "Traceback" not in error
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_run_that_diverges_says_so(capsys):
+    code, text, error = call(capsys, "run", "method=fedavg", "lr=1000", "local_epochs=1", "rounds=2", "workers=0")
+    assert code == 0 and "the model stays as it was" in text
+    assert "uploads were refused" in error and "training diverged; try a smaller lr than 1000" in error
+
+
+def test_the_best_round_is_one_round(capsys, tmp_path):
+    code, text, _ = call(capsys, "run", "local_epochs=1", "rounds=3", "workers=0", "out=r")
+    assert code == 0
+    history = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    best = max(history, key=lambda record: record["accuracy"]["AVG"])
+    row = next(line for line in text.splitlines() if f"best round ({best['round']})" in line)
+    assert re.findall(r"\d+\.\d\d", row) == [f"{value:.2f}" for value in best["accuracy"].values()]

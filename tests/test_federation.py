@@ -249,8 +249,10 @@ def test_resume_refuses_another_config_and_another_folder(tiny_source, tmp_path)
     done = runs.run(configure(**TINY, out=str(tmp_path / "run")), source=tiny_source)
     with pytest.raises(ConfigError, match="lr cannot change"):
         runs.resume(done.folder, source=tiny_source, lr=0.5)
-    with pytest.raises(ConfigError, match="not a run folder"):
+    with pytest.raises(ConfigError, match="there is no run folder"):
         runs.resume(tmp_path / "nothing", source=tiny_source)
+    with pytest.raises(ConfigError, match="not a run folder"):
+        runs.resume(tmp_path, source=tiny_source)
 
 
 def test_interrupt_leaves_a_usable_folder(tiny_source, tmp_path):

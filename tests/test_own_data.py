@@ -201,6 +201,8 @@ def test_a_run_on_tensors_of_one_channel(tmp_path):
 def test_open_own(sites, monkeypatch):
     assert open_own("digits-lite") is None and open_own("other:thing") is None
     assert content(open_own(f"folder:{sites}")) == content(from_folder(sites))
+    with pytest.raises(DataError, match="flip=maybe is neither true nor false"):
+        open_own(f"folder:{sites},flip=maybe")
     found = open_own(f"folder:{sites},size=16,flip=true,seed=3,test_share=0.5")
     assert content(found) == content(from_folder(sites, size=16, seed=3, test_share=0.5)) and found.flip
     rows = [(file, file.parts[-2], file.parts[-3]) for file in sorted(sites.rglob("*.png"))]

@@ -186,6 +186,9 @@ def from_tensors(
     return _source(name, images, samples, chosen, "tensors", titles)
 
 
+YES_OR_NO = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
 def open_own(spec: str) -> Source | None:
     """The source that `data=folder:PATH` or `data=csv:PATH` means, with options behind commas, such as
     `csv:list.csv,label_column=finding,size=64`; None for anything else.
@@ -205,7 +208,9 @@ def open_own(spec: str) -> Source | None:
         if key not in known:
             raise DataError(f"{spec}: there is no option {key!r}: choose from {', '.join(known)}")
         try:
-            options[key] = value.lower() in ("true", "yes", "1") if key == "flip" else numbers.get(key, str)(value)
+            options[key] = YES_OR_NO[value.lower()] if key == "flip" else numbers.get(key, str)(value)
+        except KeyError:
+            raise DataError(f"{spec}: {key}={value} is neither true nor false") from None
         except ValueError:
             raise DataError(f"{spec}: {key}={value} is not a number") from None
     if not path:

@@ -46,7 +46,7 @@ def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = N
         labels = names or [run.name for run in runs]
         for history, label, colour in zip(histories, labels, COLOURS * len(runs), strict=False):
             _line(axes, history, "accuracy", AVG, colour, 2.0, label)
-        _dress(axes, "mean accuracy of the domains", "%")
+        _dress(axes, "mean accuracy of the domains, first seed", "%")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     write_atomically(out, buffer.getvalue())
@@ -66,6 +66,7 @@ def _line(
 def _dress(axes: Any, title: str, unit: str) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("round")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
