@@ -15,6 +15,7 @@ from torch import Tensor
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
 from .data.clients import ClientData, Samples
+from .data.sources import Split
 from .methods.base import Method, Tensors
 from .models.base import Net
 from .randomness import generator
@@ -128,6 +129,7 @@ class LocalTrainer:
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
         self.device = device or torch.device("cpu")
         self.benches = [Bench(net.to(self.device), method.frozen) for net in nets]
+        self.resident: dict[str, Split] = {}  # what stays on a GPU
 
     def kind(self, k: int | None) -> int:
         """Which of the architectures client k has; the global model has the first."""
@@ -135,7 +137,8 @@ class LocalTrainer:
 
     def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
         """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
-        return self.update_on(self.clients[k].train, self.settings, round, k, received, memory)
+        data = self.on_device(f"client/{k}", self.clients[k].train)
+        return self.update_on(data, self.settings, round, k, received, memory)
 
     def update_on(
         self, data: Samples, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
@@ -166,13 +169,21 @@ class LocalTrainer:
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
         net = bench.net.eval()
-        extras, split, C = section(received, "extra"), self.tests[test].to(self.device), net.num_classes
+        extras, split, C = section(received, "extra"), self.on_device(f"test/{test}", self.tests[test]), net.num_classes
         counts: Tensors = {}
         for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
             for name, logits in self.method.predict(net, self.transform.plain(x), extras).items():
                 found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
                 counts[name] = counts[name] + found if name in counts else found
         return {name: count.reshape(C, C).cpu() for name, count in counts.items()}
+
+    def on_device(self, name: str, samples: Samples) -> Split:
+        """Samples where they are trained on: on a GPU they stay, in main memory they are read when they are needed."""
+        if self.device.type == "cpu":
+            return samples.to(self.device)
+        if name not in self.resident:
+            self.resident[name] = samples.to(self.device)
+        return self.resident[name]
 
     def here(self, tensors: Tensors) -> Tensors:
         return {name: value.to(self.device) for name, value in tensors.items()}

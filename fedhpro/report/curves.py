@@ -44,8 +44,9 @@ def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = N
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         labels = names or [run.name for run in runs]
-        for history, label, colour in zip(histories, labels, COLOURS * len(runs), strict=False):
-            _line(axes, history, "accuracy", AVG, colour, 2.0, label)
+        for number, (history, label) in enumerate(zip(histories, labels, strict=True)):
+            style = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
+            _line(axes, history, "accuracy", AVG, COLOURS[number % len(COLOURS)], 2.0, label, style)
         _dress(axes, "mean accuracy of the domains, first seed", "%")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
@@ -57,10 +58,18 @@ def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:
 
 
 def _line(
-    axes: Any, history: Sequence[dict[str, Any]], group: str, key: str, colour: str, width: float, label: str = ""
+    axes: Any,
+    history: Sequence[dict[str, Any]],
+    group: str,
+    key: str,
+    colour: str,
+    width: float,
+    label: str = "",
+    style: str = "-",
 ) -> None:
     points = [(record["round"], record[group][key]) for record in history if key in record.get(group, {})]
-    axes.plot(*zip(*points, strict=True), color=colour, linewidth=width, label=label or key, marker="o", markersize=2.5)
+    rounds, values = zip(*points, strict=True)
+    axes.plot(rounds, values, style, color=colour, linewidth=width, label=label or key, marker="o", markersize=2.5)
 
 
 def _dress(axes: Any, title: str, unit: str) -> None:
