@@ -112,7 +112,7 @@ def data_verify(
 def _verified(dataset: Dataset) -> str | None:
     from .data import sources
 
-    stored = _with_progress(lambda track: _stored(dataset, track))
+    stored = _with_progress(lambda track: sources.stored(dataset, track))
     if stored is None:
         return None
     stored.check_sums()
@@ -123,14 +123,6 @@ def _verified(dataset: Dataset) -> str | None:
                 raise DataError(f"{stored.folder}: {domain.name} has labels that do not fit: get or import it again")
     sizes = ", ".join(f"{domain.name} {len(domain.train):,} / {len(domain.test):,}" for domain in source.domains)
     return f"[green]ok[/] [bold]{dataset.name}[/]: {escape(sizes)} ({len(stored.manifest['files'])} files)"
-
-
-def _stored(dataset: Dataset, track: Any) -> Any:
-    """The dataset where it is at hand; from FEDHPRO_DATA it is imported on the way."""
-    from .data import ingest, store
-
-    folder = store.folder_of(dataset.name)
-    return ingest.mirror(dataset, track) or (store.read(folder) if store.is_there(folder) else None)
 
 
 def _at_hand(dataset: Dataset) -> tuple[int, int, str]:
@@ -174,15 +166,14 @@ def data_show(
     folder: Annotated[Path, typer.Option("--out", help="Where to write the pictures.")] = Path(),
 ) -> None:
     """What is in a source and who gets how much of it, with pictures of its images and of who holds what."""
-    from .data import load
-    from .federation import build_clients
+    from .federation import build_clients, load_source
     from .report.holdings import draw_holdings, holdings_table
     from .report.sheet import contact_sheet
 
     if "=" in name and ":" not in name:  # only keys were given
         name, keys = "digits-lite", [name, *(keys or [])]
     config = configure(data=name, **parse(keys or []))
-    source = load(config.data)
+    source = load_source(config)
     clients = build_clients(config, source, config.build_method())
     kind = f"texts of {source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
     table = Table(title=f"{source.name}: {source.num_classes} classes, {kind}")

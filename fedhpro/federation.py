@@ -29,9 +29,7 @@ class Federation:
 
     def __init__(self, config: Config, source: Source | None = None) -> None:
         self.config = config
-        self.source = source or data.load(config.data)
-        if config.split == "validation":
-            self.source = data.with_validation(self.source)
+        self.source = load_source(config, source)
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
         self.clients = build_clients(config, self.source, self.method)
@@ -230,7 +228,10 @@ class Federation:
         one_step = dataclasses.replace(self.trainer.settings, epochs=1, steps=1)
         with one_thread():
             kinds = range(len(self.nets))
-            pairs = [self.trainer.update_on(Split(noise, labels), one_step, 0, k, self.sent(), {}) for k in kinds]
+            try:
+                pairs = [self.trainer.update_on(Split(noise, labels), one_step, 0, k, self.sent(), {}) for k in kinds]
+            except NotImplementedError as error:  # a model that lacks what the method asks of it
+                raise ConfigError(f"method={self.config.method} with model={self.config.model}: {error}") from None
         self._upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
         self.schema = wire.schema_of(self._upload)
 
@@ -255,6 +256,12 @@ class Federation:
                 if own or name == f"held-out/{k}":
                     tests.append(Test(name, k))
         return tests
+
+
+def load_source(config: Config, source: Source | None = None) -> Source:
+    """The data of a run; where settings are chosen on a validation part, with that part held apart."""
+    source = source or data.load(config.data)
+    return data.with_validation(source) if config.split == "validation" else source
 
 
 def build_clients(config: Config, source: Source, method: Method) -> list[ClientData]:
@@ -304,8 +311,6 @@ def choose_device(config: Config) -> torch.device:
 def build_nets(config: Config, source: Source) -> list[models.Net]:
     """The network of the run, or those of a mixed federation, whose features are all pooled to one width."""
     mixed = config.model in models.GROUPS
-    if source.vocab is not None and config.method == "fedrcl":
-        raise ConfigError(f"method=fedrcl contrasts images at five depths, and {source.name} has texts")
     if (source.vocab is not None) != (config.model == "textcnn"):
         fitting = "textcnn" if source.vocab is not None else "any other"
         raise ConfigError(f"model={config.model} does not fit {source.name}: choose {fitting}")

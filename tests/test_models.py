@@ -16,14 +16,6 @@ IMAGE_MODELS = [name for name in MODELS if name != "textcnn"]
 NATURAL = {"cnn": 512, "mobilenetv2": 1280, "googlenet": 1024, "textcnn": 300}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def small(name: str, num_classes: int = 7, **options: Any) -> Net:
     """The model at the width tests can afford."""
     if name.startswith("resnet"):

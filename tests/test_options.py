@@ -8,6 +8,7 @@ from conftest import TINY
 
 from fedhpro import runs
 from fedhpro.config import configure
+from fedhpro.data.sources import Domain, Source, Split
 from fedhpro.equations import class_means
 from fedhpro.errors import ConfigError, RunError
 from fedhpro.federation import Federation
@@ -119,3 +120,13 @@ def test_facts_of_a_method():
     assert facts[("down", "S")] == ("C x 5 x d", 4 * 10 * 5 * 512)
     assert facts[("up", "gradients")] == ("C x d", 4 * 10 * 512)
     assert {fact.where for fact in rehearse("local")} == {"kept by the client"}
+
+
+def test_a_model_that_lacks_what_the_method_needs_is_refused_in_one_sentence():
+    texts = Split(torch.randint(0, 50, (40, 12)), torch.arange(40) % 4)
+    source = Source(
+        "words", (Domain("words", texts, texts, texts, True, ""),), tuple("abcd"), {"words": (2, 10)}, vocab=50
+    )
+    keys = TINY | {"method": "fedrcl", "model": "textcnn", "width": None}
+    with pytest.raises(ConfigError, match=r"method=fedrcl with model=textcnn: .* no stages"):
+        Federation(configure(**keys), source)

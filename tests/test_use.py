@@ -37,14 +37,6 @@ CONFIG = (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def net() -> models.Net:
     """Random, with BatchNorm statistics of real batches: without them its probabilities would all be 0 or 1."""

@@ -17,6 +17,7 @@ from . import splits
 from .catalog import CATALOG, IMAGENET_MEAN, IMAGENET_STD, RENDERED, TEXTS, Dataset, Part, canonical
 
 if TYPE_CHECKING:
+    from .ingest import Track
     from .store import Stored
     from .text import Tokenizer
 
@@ -117,11 +118,11 @@ def _docs_lite() -> Source:
 # --- of the catalog ---
 
 
-def stored(dataset: Dataset) -> Stored | None:
+def stored(dataset: Dataset, track: Track | None = None) -> Stored | None:
     """The dataset where it is at hand: what FEDHPRO_DATA holds comes first, then what was fetched or imported."""
     from . import ingest, store
 
-    found = ingest.mirror(dataset)
+    found = ingest.mirror(dataset, track or ingest.silently)
     folder = store.folder_of(dataset.name)
     return found if found is not None or not store.is_there(folder) else store.read(folder)
 
