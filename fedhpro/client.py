@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .data.batches import Transform, epoch
 from .data.sources import Split
+from .equations import count_classes
 from .methods.base import Tensors
 from .models.base import Net
 
@@ -27,7 +28,7 @@ class LocalClient:
         self.received = received
         self.memory = memory
         self.rng = rng
-        self.counts = torch.bincount(data.y, minlength=net.num_classes)
+        self.counts = count_classes(data.y, net.num_classes)
 
     @torch.no_grad()
     def features(self, limit: int | None = None, augment: bool = False) -> tuple[Tensor, Tensor]:

@@ -88,8 +88,14 @@ class Config(BaseModel):
     held_out: float = Field(0.2, gt=0, lt=1, description="share that clients hold out when evaluation is federated")
     evaluate_every: int = Field(1, ge=1, description="rounds between evaluations; the last round always is")
     # machine and files
-    engine: Literal["cpu", "cuda"] = Field("cpu", description="where clients run; cuda: one after the other on a GPU")
-    workers: int | None = Field(None, ge=0, description="worker processes; none: one per core; 0: in this process")
+    engine: Literal["cpu", "cuda"] = Field("cpu", description="where clients run")
+    workers: int | None = Field(
+        None, ge=0, description="clients trained at once; none: one per core, 6 on a GPU; 0: in this process, eagerly"
+    )
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = Field(
+        "auto", description="of the convolutions on a GPU; auto: tf32, which is torch's own default there"
+    )
+    compile: bool = Field(False, description="torch.compile inside the captured steps (cuda)")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
     # the method's own keys

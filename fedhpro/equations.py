@@ -18,7 +18,7 @@ Weighting = Literal["weighted", "paper", "uniform"]
 
 def class_means(features: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Eq 2: the mean feature of each class -> means[C, d], counts[C]; an absent class has mean 0 and count 0."""
-    counts = torch.bincount(labels, minlength=num_classes)
+    counts = count_classes(labels, num_classes)
     return _sum_by_class(features, labels, num_classes) / counts.clamp_min(1)[:, None], counts
 
 
@@ -137,6 +137,13 @@ def hpal(features: Tensor, labels: Tensor, hyper: Tensor, present: Tensor | None
     """Eq 13: the Huber distance to the mean hyper-prototype of the class, summed over d, mean over the batch."""
     loss = F.huber_loss(features, hyper.mean(1)[labels], reduction="none").sum(1)
     return (loss if present is None else loss * present[labels]).mean()
+
+
+def count_classes(labels: Tensor, num_classes: int) -> Tensor:
+    """Samples per class [C]."""
+    if labels.is_cuda:  # bincount would wait for the GPU
+        return F.one_hot(labels, num_classes).sum(0)
+    return torch.bincount(labels, minlength=num_classes)
 
 
 def _sum_by_class(values: Tensor, labels: Tensor, num_classes: int) -> Tensor:

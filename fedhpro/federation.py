@@ -76,11 +76,22 @@ class Federation:
 
     def __enter__(self) -> Federation:
         workers = worker_count(self.config, len(self.clients))
-        if workers == 0 or self.trainer.device.type != "cpu":
+        if self.trainer.device.type == "cuda":
+            self.engine = self._gpu_engine(workers)
+        elif workers == 0:
             self.engine = InProcess(self.trainer)
         else:
             self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory_forms)
         return self
+
+    def _gpu_engine(self, workers: int) -> Engine:
+        from .engines import cuda
+
+        if self.config.augment == "auto" and workers > 0:
+            cuda.log.warning("engine=cuda: AutoAugment draws in every step; steps run eagerly, which is slower")
+        if self.config.augment == "auto" or workers == 0:
+            return InProcess(self.trainer)
+        return cuda.Graphs(self.trainer, self.config.workers, self.config.compile)
 
     def __exit__(self, *_: object) -> None:
         if self.engine is not None:
@@ -204,7 +215,7 @@ class Federation:
     def _accept(self, upload: Tensors, average: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
         samples = float(upload["samples"])
         model = section(upload, "model")
-        classifier = {name: value for name, value in model.items() if name.startswith("classifier.")}
+        classifier = {name: value.cpu() for name, value in model.items() if name.startswith("classifier.")}
         average.add(model, samples if self.config.weights == "samples" else 1.0)
         losses.add(section(upload, "loss"), samples)
         report = self.method.decode(section(upload, "report"), classifier)
@@ -303,9 +314,14 @@ def choose_exchange(config: Config, method: Method) -> str:
 
 
 def choose_device(config: Config) -> torch.device:
-    if config.engine == "cuda" and not torch.cuda.is_available():
+    if config.engine == "cpu":
+        if config.precision not in ("auto", "fp32"):
+            raise ConfigError(f"precision={config.precision}: the cpu engine computes in fp32")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise ConfigError("engine=cuda: torch sees no GPU on this machine")
-    return torch.device(config.engine)
+    torch.backends.cudnn.allow_tf32 = config.precision != "fp32"  # of convolutions; losses always have all their bits
+    return torch.device("cuda")
 
 
 def build_nets(config: Config, source: Source) -> list[models.Net]:
@@ -315,7 +331,7 @@ def build_nets(config: Config, source: Source) -> list[models.Net]:
         fitting = "textcnn" if source.vocab is not None else "any other"
         raise ConfigError(f"model={config.model} does not fit {source.name}: choose {fitting}")
     try:
-        return [
+        nets = [
             models.build(
                 name,
                 source.num_classes,
@@ -332,6 +348,9 @@ def build_nets(config: Config, source: Source) -> list[models.Net]:
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for net in nets:
+        net.precision = torch.bfloat16 if config.precision == "bf16" else None
+    return nets
 
 
 def build_transform(config: Config, source: Source) -> Transform:

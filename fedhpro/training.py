@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,29 +45,22 @@ class LocalSettings:
 def train(
     client: LocalClient,
     method: Method,
-    frozen: dict[str, Net],
     settings: LocalSettings,
-    lr: float,
     rng: torch.Generator,
-) -> tuple[Tensors, Tensors]:
-    """Local training -> the loss's context, and the mean of each of its terms over the steps."""
-    net, context = client.net, method.prepare(client)
-    optimizer = make_optimizer(net, settings, lr)
-    totals: Tensors = {}
-    steps = 0
+    take_step: Callable[[Any, Tensors], None],
+) -> tuple[Tensors, int]:
+    """Local training: `take_step` on every batch -> the loss's context, and the number of steps."""
+    context, steps = method.prepare(client), 0
     for number in range(settings.epochs) if settings.steps is None else itertools.count():
         if number > 0:
             context = method.refresh(client, context)
-        net.train()
-        for x, y in client.batches(settings.batch_size, rng):
-            terms = step(net, frozen, method, optimizer, x, y, context)
-            totals = {name: totals[name] + value if totals else value for name, value in terms.items()}
+        client.net.train()
+        for batch in client.batches(settings.batch_size, rng):
+            take_step(batch, context)
             steps += 1
             if steps == settings.steps:
-                break
-        if steps == settings.steps:
-            break
-    return context, {name: total / steps for name, total in totals.items()}
+                return context, steps
+    return context, steps
 
 
 def step(
@@ -78,18 +71,24 @@ def step(
     x: Tensor,
     y: Tensor,
     context: Tensors,
-) -> Tensors:
+    totals: Tensors,
+) -> None:
+    """One step of any method; its terms are added to `totals`. A GPU engine captures exactly this."""
     terms = method.loss(net, frozen, x, y, context)
     optimizer.zero_grad()
     torch.stack(list(terms.values())).sum().backward()
     optimizer.step()
-    return {name: term.detach() for name, term in terms.items()}
+    for name, term in terms.items():
+        totals[name] = totals[name].add_(term.detach()) if name in totals else term.detach().clone()
 
 
-def make_optimizer(net: Net, settings: LocalSettings, lr: float) -> torch.optim.Optimizer:
-    """A new one each round: momentum does not cross rounds."""
+def make_optimizer(net: Net, settings: LocalSettings, lr: float | Tensor) -> torch.optim.Optimizer:
+    """A new one each round: momentum does not cross rounds. A rate in a tensor can change under a captured step."""
     if settings.optimizer == "adam":
-        return torch.optim.Adam(net.parameters(), lr, weight_decay=settings.weight_decay, fused=True)
+        captured = isinstance(lr, Tensor)
+        return torch.optim.Adam(
+            net.parameters(), lr, weight_decay=settings.weight_decay, fused=True, capturable=captured
+        )
     return torch.optim.SGD(net.parameters(), lr, settings.momentum, weight_decay=settings.weight_decay, fused=True)
 
 
@@ -128,8 +127,13 @@ class LocalTrainer:
         self.method, self.exchange, self.settings = method, exchange, settings
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
         self.device = device or torch.device("cpu")
-        self.benches = [Bench(net.to(self.device), method.frozen) for net in nets]
+        self.benches = [Bench(self.place(net), method.frozen) for net in nets]
         self.resident: dict[str, Split] = {}  # what stays on a GPU
+
+    def place(self, net: Net) -> Net:
+        if self.device.type == "cpu":
+            return net
+        return net.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def kind(self, k: int | None) -> int:
         """Which of the architectures client k has; the global model has the first."""
@@ -143,14 +147,15 @@ class LocalTrainer:
     def update_on(
         self, data: Samples, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
     ) -> tuple[Tensors, Tensors]:
-        split, received, memory = data.to(self.device), self.here(received), self.here(memory)
+        received, memory = self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
-        net, extras = bench.net, section(received, "extra")
-        client = LocalClient(net, split, self.transform, extras, memory, generator(self.seed, "client", round, k))
+        net = bench.net
+        rng = generator(self.seed, "client", round, k)
+        client = self.client(bench, data, section(received, "extra"), memory, rng)
         net.dropout.generator = generator(self.seed, "dropout", round, k)
         rng = generator(self.seed, "batches", round, k)
-        context, losses = train(client, self.method, bench.frozen, settings, settings.lr_of(round), rng)
+        context, losses = self.train(client, bench, settings, settings.lr_of(round), rng)
         with torch.no_grad():
             report = self.method.report(client, context)
             remembered = self.method.remember(client, report)
@@ -160,7 +165,27 @@ class LocalTrainer:
         upload |= {f"loss/{name}": value for name, value in losses.items()}
         upload["samples"] = torch.tensor(len(data))
         private = {f"net/{name}": state[name] for name in state if not travels(name, self.exchange)}
-        return owned(upload), owned(remembered | private)
+        return self.owned(upload), self.owned(remembered | private)
+
+    def owned(self, tensors: Tensors) -> Tensors:
+        return owned(tensors)
+
+    def client(
+        self, bench: Bench, data: Samples, received: Tensors, memory: Tensors, rng: torch.Generator
+    ) -> LocalClient:
+        return LocalClient(bench.net, data.to(self.device), self.transform, received, memory, rng)
+
+    def train(
+        self, client: LocalClient, bench: Bench, settings: LocalSettings, lr: float, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """-> the loss's context, and the mean of each of its terms over the steps."""
+        optimizer, totals = make_optimizer(bench.net, settings, lr), Tensors()
+
+        def take_step(batch: tuple[Tensor, Tensor], context: Tensors) -> None:
+            step(bench.net, bench.frozen, self.method, optimizer, *batch, context, totals)
+
+        context, steps = train(client, self.method, settings, rng, take_step)
+        return context, {name: total / steps for name, total in totals.items()}
 
     @torch.no_grad()
     def evaluate(self, test: str, k: int | None, received: Tensors, memory: Tensors) -> Tensors:
@@ -170,12 +195,12 @@ class LocalTrainer:
         bench.load(received, memory)
         net = bench.net.eval()
         extras, split, C = section(received, "extra"), self.on_device(f"test/{test}", self.tests[test]), net.num_classes
-        counts: Tensors = {}
-        for x, y in zip(split.x.split(EVAL_BATCH), split.y.split(EVAL_BATCH), strict=True):
+        found: dict[str, list[Tensor]] = {}
+        for x in split.x.split(EVAL_BATCH if self.device.type == "cpu" else 4 * EVAL_BATCH):
             for name, logits in self.method.predict(net, self.transform.plain(x), extras).items():
-                found = torch.bincount(y * C + logits.argmax(1), minlength=C * C)
-                counts[name] = counts[name] + found if name in counts else found
-        return {name: count.reshape(C, C).cpu() for name, count in counts.items()}
+                found.setdefault(name, []).append(logits.argmax(1))
+        pairs = {name: split.y * C + torch.cat(classes) for name, classes in found.items()}
+        return {name: torch.bincount(pair, minlength=C * C).reshape(C, C).cpu() for name, pair in pairs.items()}
 
     def on_device(self, name: str, samples: Samples) -> Split:
         """Samples where they are trained on: on a GPU they stay, in main memory they are read when they are needed."""
@@ -191,7 +216,10 @@ class LocalTrainer:
 
 def owned(tensors: Tensors) -> Tensors:
     """Copies in main memory: what the net holds goes on changing with the next client."""
-    return {name: value.clone() if value.device.type == "cpu" else value.cpu() for name, value in tensors.items()}
+    return {
+        name: value.clone() if value.device.type == "cpu" else value.cpu().contiguous()
+        for name, value in tensors.items()
+    }
 
 
 def travels(name: str, exchange: str) -> bool:

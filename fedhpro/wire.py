@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
@@ -22,11 +24,12 @@ def problem(upload: Tensors, schema: Schema) -> str | None:
     """Why an upload cannot be used, in one sentence, or None. Hostile until checked: nothing is assumed of it."""
     if (reason := misfit(upload, schema)) is not None:
         return reason
-    for name, value in upload.items():
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            return f"{name} has values that are not finite"
-        if (not value.is_floating_point() or name.endswith("running_var")) and bool((value < 0).any()):
-            return f"{name} has negative values"
+    floats = {name: value for name, value in upload.items() if value.is_floating_point()}
+    if (name := _first(floats, lambda value: ~value.isfinite())) is not None:
+        return f"{name} has values that are not finite"
+    counts = {name: v for name, v in upload.items() if name not in floats or name.endswith("running_var")}
+    if (name := _first(counts, lambda value: value < 0)) is not None:
+        return f"{name} has negative values"
     return "it has no samples" if int(upload["samples"]) < 1 else None
 
 
@@ -42,8 +45,8 @@ def misfit(upload: Tensors, schema: Schema) -> str | None:
         value = upload[name]
         if not isinstance(value, Tensor):
             return f"{name} is a {type(value).__name__}, not a tensor"
-        if value.layout != torch.strided or value.is_nested or value.device.type != "cpu":
-            return f"{name} is not a dense tensor in main memory"
+        if value.layout != torch.strided or value.is_nested or value.device.type not in ("cpu", "cuda"):
+            return f"{name} is not a dense tensor in memory"
         if tuple(value.shape) != shape:
             return f"{name} has shape {list(value.shape)} instead of {list(shape)}"
         if value.dtype != dtype:
@@ -61,12 +64,28 @@ class Mean:
     def add(self, tensors: Tensors, weight: float) -> None:
         for name, value in tensors.items():
             if name not in self.total:
-                self.total[name] = torch.zeros(value.shape, dtype=torch.float64)
+                self.total[name] = torch.zeros(value.shape, dtype=torch.float64, device=value.device)
             self.total[name].add_(value, alpha=weight)
         self.weight += weight
 
     def result(self) -> Tensors:
-        return {name: (value / self.weight).to(torch.float32) for name, value in self.total.items()}
+        """In main memory."""
+        return {name: (value / self.weight).to("cpu", torch.float32) for name, value in self.total.items()}
+
+
+def _first(tensors: Tensors, bad: Callable[[Tensor], Tensor]) -> str | None:
+    """The name of the first tensor with a bad value. Asked at once: a GPU's answers take waiting."""
+    found = {name: bad(value).any() for name, value in tensors.items()}
+    if not any(bool(torch.stack(flags).any()) for flags in _by_device(found.values())):
+        return None
+    return next(name for name, flag in found.items() if bool(flag))
+
+
+def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for value in tensors:
+        groups.setdefault(value.device, []).append(value)
+    return list(groups.values())
 
 
 def _and_more(names: list[str]) -> str:

@@ -78,9 +78,9 @@ BAD = {
     "no samples": (changed("samples", 0), "it has no samples"),
     "sparse": (
         upload() | {"model/bn.running_var": torch.ones(4).to_sparse()},
-        "model/bn.running_var is not a dense tensor in main memory",
+        "model/bn.running_var is not a dense tensor in memory",
     ),
-    "meta": (upload() | {"loss/ce": torch.zeros((), device="meta")}, "loss/ce is not a dense tensor in main memory"),
+    "meta": (upload() | {"loss/ce": torch.zeros((), device="meta")}, "loss/ce is not a dense tensor in memory"),
     "no dict": ([torch.zeros(1)], "it is a list, not named tensors"),
 }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Kernel and stride of the first convolution; only "7x7" (the ImageNet stem) is followed by a max-pool.
@@ -39,10 +41,13 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
         self.generator: torch.Generator | None = None
+        self.keep: Callable[[Tensor], Tensor] | None = None  # masks for a captured step, which cannot draw them
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.keep is not None:
+            return x * self.keep(x) / (1 - self.p)
         device = x.device if self.generator is None else self.generator.device
         keep = torch.rand(x.shape, generator=self.generator, device=device) >= self.p
         return x * keep.to(x.device) / (1 - self.p)
@@ -52,7 +57,11 @@ class Dropout(nn.Module):
 
 
 class ConvNorm(nn.Sequential):
-    """Convolution and BatchNorm, without the activation: the caller may want the value before it."""
+    """Convolution and BatchNorm; where asked for, a sum and a ReLU behind them. The GPU engine fuses what follows the
+    convolution.
+    """
+
+    fused: Callable[[nn.BatchNorm2d, Tensor, Tensor | None, bool], Tensor] | None = None
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, eps: float = 1e-5
@@ -60,6 +69,15 @@ class ConvNorm(nn.Sequential):
         conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
         super().__init__(conv, nn.BatchNorm2d(outputs, eps=eps))
+
+    def forward(self, x: Tensor, add: Tensor | None = None, relu: bool = False) -> Tensor:
+        conv, norm = self
+        assert isinstance(norm, nn.BatchNorm2d)
+        x = conv(x)
+        if self.fused is not None:
+            return self.fused(norm, x, add, relu)
+        x = norm(x) if add is None else norm(x) + add
+        return F.relu_(x) if relu else x
 
 
 def global_average(x: Tensor) -> Tensor:
@@ -69,6 +87,8 @@ def global_average(x: Tensor) -> Tensor:
 
 class Net(nn.Module):
     """A split model: `features` is f, `classify` is h. A family only has to say what its `trunk` computes."""
+
+    precision: torch.dtype | None = None  # where given, the trunk computes in it; its features are float32 all the same
 
     def __init__(self, spec: Spec, natural: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -80,20 +100,30 @@ class Net(nn.Module):
         self.dropout = Dropout(dropout)
         self.classifier = nn.Linear(self.dim, spec.num_classes)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """One pass of the backbone: outputs at five depths, each before its last ReLU, and the feature vector."""
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
+        """One pass of the backbone: outputs at five depths, each before its last ReLU, and the feature vector.
+        Without `with_depths` a family may leave them out.
+        """
         raise NotImplementedError
 
-    def run_trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        # Images permuted from NHWC carry channels_last strides, on which a convolution's backward can corrupt the
-        # heap on CPU. The view renews the strides of one-channel images, which contiguous() lets pass.
-        depths, vector = self.trunk(x.contiguous().view(x.shape))
-        return depths, self.project(self.pool(vector))
+    def run_trunk(self, x: Tensor, with_depths: bool) -> tuple[list[Tensor], Tensor]:
+        if x.is_cuda:  # where convolutions are fastest on channels_last
+            x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+        else:
+            # Images permuted from NHWC carry channels_last strides, on which a convolution's backward can corrupt the
+            # heap on CPU. The view renews the strides of one-channel images, which contiguous() lets pass.
+            x = x.contiguous().view(x.shape)
+        if self.precision is None:
+            depths, vector = self.trunk(x, with_depths)
+            return depths, self.project(self.pool(vector))
+        with torch.autocast(x.device.type, self.precision, cache_enabled=False):  # a cache would outlive a capture
+            depths, vector = self.trunk(x, with_depths)
+            return depths, self.project(self.pool(vector)).float()
 
     def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """`stages` and `features` from a single pass."""
-        depths, z = self.run_trunk(x)
-        return [global_average(depth) for depth in depths], z
+        depths, z = self.run_trunk(x, with_depths=True)
+        return [global_average(depth).to(z.dtype) for depth in depths], z
 
     def stages(self, x: Tensor) -> list[Tensor]:
         """Globally averaged outputs of the stem and the four stages, each taken before its last ReLU."""
@@ -101,7 +131,7 @@ class Net(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """The feature vectors z [n, dim], before dropout."""
-        return self.run_trunk(x)[1]
+        return self.run_trunk(x, with_depths=False)[1]
 
     def classify(self, z: Tensor) -> Tensor:
         """Logits [n, num_classes] of feature vectors."""

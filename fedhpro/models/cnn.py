@@ -24,7 +24,7 @@ class CNN(Net):
         self.conv2 = nn.Conv2d(32, 64, 5)
         self.hidden = nn.Linear(64 * side * side, 512)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         conv1: Tensor = self.conv1(x)
         pool1 = F.max_pool2d(conv1, 2)
         conv2: Tensor = self.conv2(F.relu(pool1))

@@ -73,7 +73,7 @@ class GoogLeNet(Net):
                 inputs = inception.outputs
             self.blocks.append(blocks)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         depths: list[Tensor] = [self.stem(x)]
         depths.append(self.second(self.max_pool(F.relu(depths[-1]))))
         for blocks in self.blocks:

@@ -53,7 +53,7 @@ class MobileNetV2(Net):
             self.blocks.append(blocks)
         self.last = ConvNorm(inputs, LAST_FILTERS, 1)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         depths: list[Tensor] = [self.stem(x)]
         x = F.relu6(depths[0])
         for blocks in self.blocks:

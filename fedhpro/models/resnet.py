@@ -1,6 +1,6 @@
 """ResNets: basic blocks for 10, 18 and 34 layers, bottlenecks for 50 and 101.
 
-A block returns its sum before the ReLU, which the trunk applies: the value FedRCL needs costs nothing extra.
+Where FedRCL asks for the depths, a stage's last sum is kept before its ReLU; elsewhere sum and ReLU are one operation.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ MIN_WIDTH = 16
 class Residual(nn.Module):
     """A body and its shortcut, a 1x1 projection where the shape changes."""
 
-    def __init__(self, body: nn.Module, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, body: list[ConvNorm], inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         same_shape = stride == 1 and inputs == outputs
-        self.body = body
+        self.body = nn.ModuleDict({str(2 * i): layer for i, layer in enumerate(body)})  # between them, ReLUs
         self.shortcut = nn.Identity() if same_shape else ConvNorm(inputs, outputs, 1, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x) + self.shortcut(x)
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        *inner, last = self.body.values()
+        y = x
+        for layer in inner:
+            y = layer(y, relu=True)
+        return last(y, add=self.shortcut(x), relu=relu)
 
 
 class Basic(Residual):
     expansion = 1
 
     def __init__(self, inputs: int, filters: int, stride: int) -> None:
-        body = nn.Sequential(
-            ConvNorm(inputs, filters, 3, stride),
-            nn.ReLU(inplace=True),
-            ConvNorm(filters, filters, 3),
-        )
+        body = [ConvNorm(inputs, filters, 3, stride), ConvNorm(filters, filters, 3)]
         super().__init__(body, inputs, filters, stride)
 
 
@@ -43,13 +43,7 @@ class Bottleneck(Residual):
 
     def __init__(self, inputs: int, filters: int, stride: int) -> None:
         outputs = filters * self.expansion
-        body = nn.Sequential(
-            ConvNorm(inputs, filters, 1),
-            nn.ReLU(inplace=True),
-            ConvNorm(filters, filters, 3, stride),
-            nn.ReLU(inplace=True),
-            ConvNorm(filters, outputs, 1),
-        )
+        body = [ConvNorm(inputs, filters, 1), ConvNorm(filters, filters, 3, stride), ConvNorm(filters, outputs, 1)]
         super().__init__(body, inputs, outputs, stride)
 
 
@@ -72,16 +66,21 @@ class ResNet(Net):
                 inputs = filters * block.expansion
             self.blocks.append(blocks)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        before_relu: Tensor = self.stem(x)
-        depths = [before_relu]
-        x = self.max_pool(F.relu(before_relu))
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
+        depths: list[Tensor] = []
+
+        def activated(layer: nn.Module, x: Tensor) -> Tensor:
+            if not with_depths:
+                return layer(x, relu=True)
+            depths.append(layer(x))
+            return F.relu(depths[-1])
+
+        x = self.max_pool(activated(self.stem, x))
         for blocks in self.blocks:
             assert isinstance(blocks, nn.ModuleList)
-            for block in blocks:
-                before_relu = block(x)
-                x = F.relu(before_relu)
-            depths.append(before_relu)
+            for block in blocks[:-1]:
+                x = block(x, relu=True)
+            x = activated(blocks[-1], x)
         return depths, global_average(x)
 
 

@@ -22,7 +22,7 @@ class TextCNN(Net):
         self.embedding = nn.Embedding(spec.vocab, hidden, padding_idx=0)
         self.convs = nn.ModuleList(nn.Conv1d(hidden, FILTERS, kernel) for kernel in KERNELS)
 
-    def trunk(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         words: Tensor = self.embedding(x).transpose(1, 2)
         return [], torch.cat([F.relu(conv(words)).amax(2) for conv in self.convs], 1)
 

@@ -1,0 +1,163 @@
+"""GPU: milliseconds of a client step and seconds of a round, eager, captured and compiled, beside the floor.
+
+The floor is one model trained on batches as large as those of all clients together: the same arithmetic in the shape
+that suits the GPU best. Samples are random; only their number and size matter here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..config import configure
+from ..data.sources import Domain, Source, Split
+from ..federation import Federation
+from ..models import build
+
+DIGITS = [600] * 3 + [72] * 7 + [732] * 6 + [100] * 4  # samples of the paper's twenty clients
+LONG_TAIL = [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]  # CIFAR-10 at rho = 100
+Rows = dict[str, Any]
+
+
+def source(sizes: Sequence[int], classes: int = 10) -> Source:
+    """A domain for each client, so that clients have exactly these sizes."""
+    rng = torch.Generator().manual_seed(0)
+
+    def split(n: int) -> Split:
+        return Split(torch.randint(0, 256, (n, 3, 32, 32), generator=rng).byte(), torch.arange(n) % classes)
+
+    domains = [Domain(f"d{k}", split(n), split(2), split(2), False, "noise") for k, n in enumerate(sizes)]
+    allocation = {domain.name: (1, len(domain.train)) for domain in domains}
+    return Source("noise", tuple(domains), tuple(map(str, range(classes))), allocation, flip=True)
+
+
+def long_tail() -> Source:
+    rng = torch.Generator().manual_seed(0)
+    y = torch.cat([torch.full((n,), c) for c, n in enumerate(LONG_TAIL)])
+    train = Split(torch.randint(0, 256, (len(y), 3, 32, 32), generator=rng).byte(), y)
+    small = Split(train.x[:2], train.y[:2])
+    return Source("noise-lt", (Domain("all", train, small, small, False, "noise"),), tuple("0123456789"), {}, flip=True)
+
+
+def rounds(data: Source, repeat: int = 3, **keys: Any) -> Rows:
+    """Seconds of a round without evaluation: the first, which captures, and the median of the others."""
+    config = configure(**({"preset": "paper", "engine": "cuda", "rounds": 10**6, "evaluate_every": 10**6} | keys))
+    with Federation(config, data) as federation:
+        seconds = []
+        for _ in range(1 + repeat):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            record = federation.next_round()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            assert not record["refused"], record["refused"]
+        size, epochs = config.batch_size, config.local_epochs
+        steps = epochs * sum(max(1, -(-n // size) - (n > size and n % size == 1)) for n in federation.sizes)
+        samples = epochs * sum(federation.sizes)
+    federation = None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+    median = statistics.median(seconds[1:])
+    return {
+        "first_round_s": round(seconds[0], 3),
+        "round_s": round(median, 4),
+        "steps": steps,
+        "ms_per_step": round(1e3 * median / steps, 4),
+        "ms_per_64_samples": round(64e3 * median / samples, 4),
+    }
+
+
+def floor(precision: str, batch: int = 1280, width: int = 64, fused: bool = False) -> float:
+    """Milliseconds per 64 samples of one model trained on large batches, captured as well."""
+    from ..engines.fused import batch_norm
+    from ..models.base import ConvNorm
+
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    net = build("resnet10", 10, width=width).cuda().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net.precision = torch.bfloat16 if precision == "bf16" else None
+    for module in net.modules():
+        if isinstance(module, ConvNorm) and fused:
+            module.fused = batch_norm
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, 0.9, weight_decay=1e-5, fused=True)
+    x, y = torch.randn(batch, 3, 32, 32, device="cuda"), torch.arange(batch, device="cuda") % 10
+
+    def work() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return round(_ms(graph.replay, 20) * 64 / batch, 4)
+
+
+def _ms(work: Callable[[], None], times: int) -> float:
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 1e3 * best / times
+
+
+def gpu(quick: bool = False, say: Callable[[str], None] = print) -> Rows:
+    found: Rows = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+
+    def note(name: str, measure: Callable[..., Any], *values: Any, **keys: Any) -> None:
+        try:
+            found[name] = measure(*values, **keys)
+        except Exception as error:  # the other measurements are worth having
+            found[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        say(f"{name}: {found[name]}")
+
+    even, digits, tail = source([640] * 20), source(DIGITS), long_tail()
+    fedavg = {"method": "fedavg", "scenario": "domains"}
+    for name in ("bf16", "tf32"):
+        precision = {"precision": name}
+        note(f"floor, {name}", floor, name)
+        note(f"floor, {name}, fused BatchNorm", floor, name, fused=True)
+        for slots in (6,) if quick else (4, 6, 8):
+            note(f"20 equal clients, {name}, {slots} slots", rounds, even, workers=slots, **precision, **fedavg)
+        note(f"Digits clients, {name}", rounds, digits, **precision, **fedavg)
+        note(f"Digits clients, {name}, FedHPro", rounds, digits, scenario="domains", **precision)
+        note(f"CIFAR-10-LT, paper, {name}", rounds, tail, scenario="nid1", alpha=0.5, width=32, **precision)
+        note(f"CIFAR-10-LT, released, {name}", rounds, tail, preset="released", **precision)
+    if quick:
+        return found
+    note("20 equal clients, tf32, eager", rounds, even, 1, precision="tf32", workers=0, local_epochs=1, **fedavg)
+    for method in ("fedprox", "moon", "fedrcl", "fedproto", "fedtgp", "fedgmkd", "fedsa", "fedhpro"):
+        note(f"20 equal clients, tf32, {method}", rounds, even, 2, precision="tf32", **fedavg | {"method": method})
+    for K in (1, 2, 5, 10, 40):
+        note(f"{K} equal clients, tf32", rounds, source([640] * K), precision="tf32", **fedavg)
+    for name in ("bf16", "tf32"):
+        note(f"20 equal clients, {name}, compiled", rounds, even, precision=name, compile=True, **fedavg)
+    note("20 equal clients, fp32", rounds, even, 1, precision="fp32", local_epochs=2, **fedavg)
+    note("floor, fp32", floor, "fp32")
+    return found
+
+
+def main() -> None:
+    found = gpu("--quick" in sys.argv, say=lambda line: print(line, flush=True))
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
