@@ -246,6 +246,37 @@ def test_weight_gradients_equal_autograd():
     assert (ours[2] == 0).all()
 
 
+def test_retraining_equals_autograd():
+    g = torch.Generator().manual_seed(0)
+    features, target = torch.randn(3, 4, 5, generator=g), torch.randn(3, 3, 5, generator=g)
+    W, b = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    target[1] = 0  # a class that nobody holds
+    ours = released.match_features(features, target, W, b, steps=3, lr=0.1)
+    expected = features
+    for _ in range(3):
+        expected = expected.detach().requires_grad_()
+        rows = [torch.autograd.functional.jacobian(
+            lambda w, c=c: F.cross_entropy(expected[c] @ w.T + b, torch.full((4,), c)), W, create_graph=True
+        ) for c in (0, 2)]  # fmt: skip
+        loss = (1 - F.cosine_similarity(torch.stack(rows), target[[0, 2]], dim=2)).sum()
+        expected = expected - 0.1 * torch.autograd.grad(loss, expected)[0]
+    torch.testing.assert_close(ours, expected.detach())
+    assert torch.equal(ours[1], features[1])
+
+    weight, bias = released.fit_classifier(features, generator(1), epochs=5, batch=5)
+    rng, layer = generator(1), torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        layer.weight.copy_((2 * torch.rand(3, 5, generator=rng) - 1) * 5**-0.5)
+        layer.bias.copy_((2 * torch.rand(3, generator=rng) - 1) * 5**-0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(5):
+        for rows in torch.randperm(12, generator=rng).split(5):
+            optimizer.zero_grad()
+            F.cross_entropy(layer(features.reshape(12, 5)[rows]), rows // 4).backward()
+            optimizer.step()
+    torch.testing.assert_close((weight, bias), (layer.weight.detach(), layer.bias.detach()))
+
+
 def test_retraining_gives_a_classifier_that_knows_its_synthetic_features():
     method = FedHProVariants(retrain_classifier=True)
     state = start(method)
