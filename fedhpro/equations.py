@@ -113,7 +113,16 @@ def client_margin(means: Tensor, counts: Tensor) -> Tensor:
 
 def similarity(features: Tensor, hyper: Tensor) -> Tensor:
     """Eq 11: the mean cosine between a feature and the hyper-prototypes of each class -> s[n, C]."""
-    return F.normalize(features, dim=1) @ F.normalize(hyper, dim=2).mean(1).T
+    return cosines(features, mean_directions(hyper))
+
+
+def mean_directions(hyper: Tensor) -> Tensor:
+    """The mean unit vector of each class [C, d], which is all that Eq 11 needs of the hyper-prototypes."""
+    return F.normalize(hyper, dim=2).mean(1)
+
+
+def cosines(features: Tensor, directions: Tensor) -> Tensor:
+    return F.normalize(features, dim=1) @ directions.T
 
 
 def hpcl(
@@ -129,21 +138,35 @@ def hpcl(
     The printed exp((s + margin) / tau) overflows from a margin of about 4; this form is finite for any. With `present`,
     classes without anchors are no negatives, and a sample of such a class counts 0.
     """
-    s = similarity(features, hyper) / tau
-    own = s.gather(1, labels[:, None])[:, 0]
-    excluded = F.one_hot(labels, len(hyper)).bool()
-    if present is not None:
-        excluded = excluded | ~present
-    negatives = torch.logsumexp(s.masked_fill(excluded, torch.finfo(s.dtype).min / 2), dim=1)
-    logits = negatives - own + margin / tau
-    loss = torch.logaddexp(logits, torch.zeros_like(logits))  # softplus without torch's cut at 20
-    return (loss if present is None else loss * present[labels]).mean()
+    margin = torch.as_tensor(margin, dtype=features.dtype, device=features.device)
+    return contrast(features, labels, mean_directions(hyper), margins(margin, hyper, present), tau)
+
+
+def margins(margin: Tensor, hyper: Tensor, present: Tensor | None = None) -> Tensor:
+    """What Eq 12 adds to the similarity of a sample of class c with class j, [C, C]: nothing where j is c, -inf where
+    one of them has no anchors, the margin elsewhere.
+    """
+    own = torch.eye(len(hyper), dtype=torch.bool, device=hyper.device)
+    both = torch.ones_like(own) if present is None else present[:, None] & present
+    return torch.where(both, margin, -torch.inf).masked_fill(own, 0.0)
+
+
+def contrast(features: Tensor, labels: Tensor, directions: Tensor, margins: Tensor, tau: float) -> Tensor:
+    """Eq 12 from what is the same in every step: softplus(logsumexp(others) - own) is a cross-entropy."""
+    return F.cross_entropy((cosines(features, directions) + margins[labels]) / tau, labels)
 
 
 def hpal(features: Tensor, labels: Tensor, hyper: Tensor, present: Tensor | None = None) -> Tensor:
     """Eq 13: the Huber distance to the mean hyper-prototype of the class, summed over d, mean over the batch."""
-    loss = F.huber_loss(features, hyper.mean(1)[labels], reduction="none").sum(1)
-    return (loss if present is None else loss * present[labels]).mean()
+    return align(features, labels, hyper.mean(1), present)
+
+
+def align(features: Tensor, labels: Tensor, means: Tensor, present: Tensor | None = None) -> Tensor:
+    """Eq 13 from the means[C, d]; a sample whose class has none counts 0 and stays in the batch's mean."""
+    target = means[labels]
+    if present is not None:
+        target = torch.where(present[labels][:, None], target, features.detach())
+    return F.huber_loss(features, target, reduction="sum") / len(labels)
 
 
 def _minus_onehot(probabilities: Tensor) -> Tensor:

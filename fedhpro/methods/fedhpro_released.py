@@ -27,10 +27,9 @@ def hpcl(z: Tensor, y: Tensor, S: Tensor, margin: Tensor, tau: float, present: T
     return (loss if present is None else loss * present[y]).mean()
 
 
-def hpal(z: Tensor, y: Tensor, S: Tensor, present: Tensor | None = None) -> Tensor:
-    """Eq 13 on unit vectors, and as a mean over d."""
-    H = F.normalize(S.mean(1), dim=1)[:, None]
-    return eq.hpal(F.normalize(z, dim=1), y, H, present) / z.shape[1]
+def align(z: Tensor, y: Tensor, H: Tensor, present: Tensor | None = None) -> Tensor:
+    """Eq 13 on unit vectors, those of H among them, and as a mean over d."""
+    return eq.align(F.normalize(z, dim=1), y, H, present) / z.shape[1]
 
 
 def sign_match(
@@ -58,10 +57,10 @@ def retraining_state(net: Net, rng: torch.Generator, per_class: int = 50) -> Ten
     return {"synthetic": features, "sent_weight": weight, "sent_bias": bias}
 
 
-def weight_gradients(z: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def weight_gradients(z: Tensor, y: Tensor, h: torch.nn.Linear) -> Tensor:
     """For each class, the mean gradient of cross-entropy with respect to W [C, C, d]: mean of (p - e_c) z^T."""
-    C = len(weight)
-    residuals = torch.softmax(z @ weight.T + bias, 1) - F.one_hot(y, C)
+    C = len(h.weight)
+    residuals = torch.softmax(F.linear(z, h.weight, h.bias).detach(), 1) - F.one_hot(y, C)
     return torch.stack([residuals[y == c].T @ z[y == c] / (y == c).sum().clamp_min(1) for c in range(C)])
 
 
