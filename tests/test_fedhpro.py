@@ -188,7 +188,9 @@ def test_probabilities_say_as_much_as_gradients_in_fewer_bytes(tiny_source, keys
     plain, _, ours = run(tiny_source, **keys)
     smaller, _, theirs = run(tiny_source, **keys, uplink="probabilities")
     torch.testing.assert_close(theirs.state["S"], ours.state["S"], rtol=1e-5, atol=1e-5)
-    assert ours.state.keys() == theirs.state.keys() and smaller[-1]["server"] == pytest.approx(plain[-1]["server"])
+    assert ours.state.keys() == theirs.state.keys() and smaller[-1]["server"] == pytest.approx(
+        plain[-1]["server"], rel=1e-4
+    )
     saved = len(ours.clients) * 4 * C * (ours.net.dim - C)
     assert [r["bytes_up"] - s["bytes_up"] for r, s in zip(plain, smaller, strict=True)] == [saved] * len(plain)
 
