@@ -259,7 +259,9 @@ def _closest(name: str, allowed: Iterable[str]) -> str:
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
-    name = str(first["loc"][0]) if first["loc"] else "config"
+    if not first["loc"]:  # settings that do not go together: the method says so itself
+        return first["msg"].removeprefix("Value error, ")
+    name = str(first["loc"][0])
     given = "none" if first["input"] is None else " ".join(str(first["input"]).split())[:80]
     reason = first["msg"][0].lower() + first["msg"][1:].partition(", unable to")[0]
     return f"{name}={given}: {reason}"

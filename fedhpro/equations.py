@@ -47,9 +47,14 @@ def class_gradients(features: Tensor, labels: Tensor, weight: Tensor, bias: Tens
     For a linear classifier the gradient at z is W^T (softmax - onehot), so the mean over a class is W^T times the mean
     of its residuals: one (C x C) matrix carries everything.
     """
-    probabilities = torch.softmax(features @ weight.T + bias, dim=1)
-    residuals, counts = class_means(probabilities - F.one_hot(labels, len(weight)), labels, len(weight))
+    residuals, counts = class_residuals(features, labels, weight, bias)
     return residuals @ weight, counts
+
+
+def class_residuals(features: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean softmax minus one-hot at the features of each class -> residuals[C, C], counts[C]: Eq 5 without its W."""
+    probabilities, counts = class_means(torch.softmax(features @ weight.T + bias, dim=1), labels, len(weight))
+    return _minus_onehot(probabilities), counts
 
 
 def mean_gradients(gradients: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,8 +64,7 @@ def mean_gradients(gradients: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def hyper_gradients(hyper: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Eq 7: the mean gradient of cross-entropy at the hyper-prototypes[C, I, d] of each class -> gradients[C, d]."""
-    probabilities = torch.softmax(hyper @ weight.T + bias, dim=2).mean(1)
-    return (probabilities - torch.eye(len(weight), dtype=weight.dtype, device=weight.device)) @ weight
+    return _minus_onehot(torch.softmax(hyper @ weight.T + bias, dim=2).mean(1)) @ weight
 
 
 def matching_loss(target: Tensor, gradients: Tensor) -> Tensor:
@@ -76,24 +80,27 @@ def match(
 
     A class that is not present, or whose target is 0, stays untouched and has loss 0. The descent direction is written
     out: with u and v the directions of target and gradient, dL/dg = (v (u.v) - u) / |g|, and dL/ds_i follows through
-    the softmax of s_i alone. No second backward pass is needed.
+    the softmax of s_i alone. No second backward pass is needed. Every step stays in the row space of W: what is kept is
+    how much of each row was subtracted, and W W^T says what that does to the logits.
     """
-    size = hyper.shape[1]
-    goal = _direction(target)
+    rate = lr / hyper.shape[1]
     active = present & (target.abs().amax(1) > 0)
-    onehot = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-    trace = []
+    goal = torch.where(active[:, None], _direction(target), 0.0)  # a class without a goal has no slope
+    logits, gram = hyper @ weight.T + bias, weight @ weight.T
+    moved, trace = torch.zeros_like(logits), []
     for _ in range(steps):
-        probabilities = torch.softmax(hyper @ weight.T + bias, dim=2)  # [C, I, C]
-        gradients = (probabilities.mean(1) - onehot) @ weight  # Eq 7
-        ours = _direction(gradients)
+        probabilities = torch.softmax(logits, dim=2)  # [C, I, C]
+        gradients = _minus_onehot(probabilities.mean(1)) @ weight  # Eq 7
+        length = _length(gradients)
+        ours = gradients / length
         cosine = (goal * ours).sum(1, keepdim=True)
         trace.append(torch.where(active, 1 - cosine[:, 0], 0.0))  # Eq 8
-        slope = (ours * cosine - goal) / _length(gradients)  # dL/dg [C, d]
-        through = (slope @ weight.T)[:, None, :]
-        through = probabilities * (through - (probabilities * through).sum(2, keepdim=True)) / size
-        hyper = torch.where(active[:, None, None], hyper - lr * (through @ weight), hyper)
-    return hyper, torch.stack(trace) if trace else target.new_zeros(0, len(target))
+        slope = rate * (ours * cosine - goal) / length @ weight.T  # of the loss, at the mean probabilities [C, C]
+        slope = slope - slope.diagonal()[:, None]  # changes nothing but the rounding, where the own class is certain
+        step = probabilities * (slope[:, None] - torch.einsum("cij,cj->ci", probabilities, slope)[:, :, None])
+        moved = moved + step
+        logits = logits - step @ gram
+    return hyper - moved @ weight, torch.stack(trace) if trace else target.new_zeros(0, len(target))
 
 
 def client_margin(means: Tensor, counts: Tensor) -> Tensor:
@@ -106,7 +113,16 @@ def client_margin(means: Tensor, counts: Tensor) -> Tensor:
 
 def similarity(features: Tensor, hyper: Tensor) -> Tensor:
     """Eq 11: the mean cosine between a feature and the hyper-prototypes of each class -> s[n, C]."""
-    return F.normalize(features, dim=1) @ F.normalize(hyper, dim=2).mean(1).T
+    return cosines(features, mean_directions(hyper))
+
+
+def mean_directions(hyper: Tensor) -> Tensor:
+    """The mean unit vector of each class [C, d], which is all that Eq 11 needs of the hyper-prototypes."""
+    return F.normalize(hyper, dim=2).mean(1)
+
+
+def cosines(features: Tensor, directions: Tensor) -> Tensor:
+    return F.normalize(features, dim=1) @ directions.T
 
 
 def hpcl(
@@ -122,21 +138,44 @@ def hpcl(
     The printed exp((s + margin) / tau) overflows from a margin of about 4; this form is finite for any. With `present`,
     classes without anchors are no negatives, and a sample of such a class counts 0.
     """
-    s = similarity(features, hyper) / tau
-    own = s.gather(1, labels[:, None])[:, 0]
-    excluded = F.one_hot(labels, len(hyper)).bool()
-    if present is not None:
-        excluded = excluded | ~present
-    negatives = torch.logsumexp(s.masked_fill(excluded, torch.finfo(s.dtype).min / 2), dim=1)
-    logits = negatives - own + margin / tau
-    loss = torch.logaddexp(logits, torch.zeros_like(logits))  # softplus without torch's cut at 20
-    return (loss if present is None else loss * present[labels]).mean()
+    margin = torch.as_tensor(margin, dtype=features.dtype, device=features.device)
+    return contrast(features, labels, mean_directions(hyper), margins(margin, hyper, present), tau)
+
+
+def margins(margin: Tensor, hyper: Tensor, present: Tensor | None = None) -> Tensor:
+    """What Eq 12 adds to the similarity of a sample of class c with class j, [C, C]: nothing where j is c, -inf where
+    one of them has no anchors, the margin elsewhere.
+    """
+    own = torch.eye(len(hyper), dtype=torch.bool, device=hyper.device)
+    both = torch.ones_like(own) if present is None else present[:, None] & present
+    return torch.where(both, margin, -torch.inf).masked_fill(own, 0.0)
+
+
+def contrast(features: Tensor, labels: Tensor, directions: Tensor, margins: Tensor, tau: float) -> Tensor:
+    """Eq 12 from what is the same in every step: softplus(logsumexp(others) - own) is a cross-entropy."""
+    return F.cross_entropy((cosines(features, directions) + margins[labels]) / tau, labels)
 
 
 def hpal(features: Tensor, labels: Tensor, hyper: Tensor, present: Tensor | None = None) -> Tensor:
     """Eq 13: the Huber distance to the mean hyper-prototype of the class, summed over d, mean over the batch."""
-    loss = F.huber_loss(features, hyper.mean(1)[labels], reduction="none").sum(1)
-    return (loss if present is None else loss * present[labels]).mean()
+    return align(features, labels, hyper.mean(1), present)
+
+
+def align(features: Tensor, labels: Tensor, means: Tensor, present: Tensor | None = None) -> Tensor:
+    """Eq 13 from the means[C, d]; a sample whose class has none counts 0 and stays in the batch's mean."""
+    target = means[labels]
+    if present is not None:
+        target = torch.where(present[labels][:, None], target, features.detach())
+    return F.huber_loss(features, target, reduction="sum") / len(labels)
+
+
+def _minus_onehot(probabilities: Tensor) -> Tensor:
+    """Mean probabilities[C, C] of each class minus the one-hot of its own; a row of zeros stays.
+
+    The own entry is minus the sum of the others: in float32, p - 1 is 0 long before they are.
+    """
+    others = probabilities - torch.diag(probabilities.diagonal())
+    return others - torch.diag(others.sum(1))
 
 
 def count_classes(labels: Tensor, num_classes: int) -> Tensor:

@@ -175,7 +175,10 @@ def test_the_other_plug_ins_add_what_the_page_says(net):
 def test_what_the_switches_of_fedhpro_add(net):
     page = FOLDER / "fedhpro.md"
     every = METHODS["fedhpro"](hyper_init="prototypes", hpal_warmup=2, retrain_classifier=True)
-    assert written(tables(page, *WIRE)) | written(tables(page, *WIRE, "when")) == traffic(every, net)
+    smaller = METHODS["fedhpro"](uplink="probabilities")
+    found = traffic(every, net) | traffic(smaller, net)
+    assert written(tables(page, *WIRE)) | written(tables(page, *WIRE, "when")) == found
+    assert ("gradients", "up") not in traffic(smaller, net)
     assert traffic(METHODS["fedhpro"](hpcl="off", hpal="off"), net) == {}
 
 

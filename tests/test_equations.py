@@ -165,6 +165,49 @@ def test_match_survives_the_tiny_gradients_of_a_fitted_client():
     assert trace.isfinite().all()
 
 
+def direct_match(hyper, target, weight, bias, steps, lr):
+    """Eq 9 with every step taken in all d dimensions, by autograd; cosines that tiny vectors do not bring to 0 / 0."""
+
+    def unit(v):
+        v = v / v.detach().abs().amax(1, keepdim=True)
+        return v / v.norm(dim=1, keepdim=True)
+
+    for _ in range(steps):
+        hyper = hyper.detach().requires_grad_()
+        loss = 1 - (unit(target) * unit(eq.hyper_gradients(hyper, weight, bias))).sum(1)
+        hyper = hyper - lr * torch.autograd.grad(loss.sum(), hyper)[0]
+    return hyper.detach()
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("C,I,d", [(10, 5, 512), (100, 5, 64), (60, 2, 16)])
+def test_match_in_the_row_space_is_the_descent_in_all_dimensions(C, I, d, dtype, rtol):
+    z, y, W, b = sample(C, d, n=4 * C, dtype=dtype)
+    W = W / d**0.5 + 1  # rows with much in common, which no gradient sees
+    target, counts = eq.class_gradients(z, y, W, b)
+    S = hyper_sample(C, I, d).to(dtype)
+    matched, _ = eq.match(S, target, counts > 0, W, b, steps=30, lr=0.1)
+    expected = direct_match(S.double(), *(v.double() for v in (target, W, b)), steps=30, lr=0.1)
+    torch.testing.assert_close(matched.double(), torch.where((counts > 0)[:, None, None], expected, S.double()),
+                               rtol=rtol, atol=rtol)  # fmt: skip
+
+
+def test_match_of_hyper_prototypes_that_the_classifier_knows_already():
+    """Their own gradients are of the order of 1e-20: squares of them do not exist in float32."""
+    C, d = 4, 8
+    g = torch.Generator().manual_seed(0)
+    W = torch.eye(C, d) + 0.1 * torch.randn(C, d, generator=g)
+    S = 45 * torch.eye(C, d)[:, None] + torch.randn(C, 3, d, generator=g)
+    b, target = torch.zeros(C), torch.randn(C, d, generator=g)
+    exact = [v.double() for v in (S, target, W, b)]
+    gradients = eq.hyper_gradients(exact[0], *exact[2:])
+    assert 1e-22 < gradients.abs().amax(1).min() < 1e-17
+    torch.testing.assert_close(eq.hyper_gradients(S, W, b).double(), gradients, rtol=1e-4, atol=0)
+    matched, trace = eq.match(S, target, torch.ones(C, dtype=torch.bool), W, b, steps=30, lr=0.1)
+    torch.testing.assert_close(matched.double(), direct_match(*exact, steps=30, lr=0.1), rtol=1e-4, atol=1e-4)
+    assert (trace[-1] < trace[0]).all()
+
+
 # Eq 10
 
 

@@ -12,7 +12,9 @@ from test_methods import C, client, net, one_round
 import fedhpro
 from fedhpro import equations as eq
 from fedhpro.config import PRESETS, configure
+from fedhpro.errors import ConfigError
 from fedhpro.federation import Federation
+from fedhpro.methods import METHODS
 from fedhpro.methods import fedhpro_released as released
 from fedhpro.methods.fedhpro import FedHPro
 from fedhpro.methods.fedhpro_variants import FedHProVariants
@@ -168,6 +170,69 @@ def test_default_switches_are_the_printed_method():
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+# The smaller uplink, and passes over the data
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"exchange": "classifier"},
+        {"gradient_samples": 3, "gradient_scale": "mean/n"},
+        {"hpcl": "global", "hyper_init": "prototypes"},
+        {"method": "fedproto-hp"},
+        {"method": "fedgmkd-hp", "exchange": "classifier"},
+    ],
+)
+def test_probabilities_say_as_much_as_gradients_in_fewer_bytes(tiny_source, keys):
+    plain, _, ours = run(tiny_source, **keys)
+    smaller, _, theirs = run(tiny_source, **keys, uplink="probabilities")
+    torch.testing.assert_close(theirs.state["S"], ours.state["S"], rtol=1e-5, atol=1e-5)
+    assert ours.state.keys() == theirs.state.keys() and smaller[-1]["server"] == pytest.approx(
+        plain[-1]["server"], rel=1e-4
+    )
+    saved = len(ours.clients) * 4 * C * (ours.net.dim - C)
+    assert [r["bytes_up"] - s["bytes_up"] for r, s in zip(plain, smaller, strict=True)] == [saved] * len(plain)
+
+
+def test_probabilities_of_the_received_model_cannot_be_decoded():
+    with pytest.raises(ConfigError, match=r"^uplink=probabilities needs gradients=after"):
+        configure(uplink="probabilities", gradients="before")
+    with pytest.raises(ConfigError, match="uplink=probabilities needs gradients=after"):
+        configure(preset="released", uplink="probabilities")
+
+
+@pytest.mark.parametrize(
+    "method, before, after",
+    [
+        (FedHPro(), 1, 1),
+        (FedHPro(margin="off"), 0, 1),
+        (FedHPro(hpcl="off", hpal="off"), 0, 0),
+        (FedHProVariants(hpcl="global", hyper_init="prototypes"), 1, 1),
+        (FedHProVariants(hpcl="global", hpal="global"), 1, 1),
+        (FedHProVariants(hpcl="global", hpal="off", gradient_samples=2), 1, 1),
+        (FedHProVariants(margin="off", gradients="before"), 1, 0),
+        (METHODS["fedproto-hp"](), 0, 1),
+        (METHODS["fedgmkd-hp"](), 0, 1),
+        (METHODS["fedsa-hp"](), 0, 1),
+    ],
+)
+def test_no_pass_over_the_data_that_the_formulas_do_not_need(method, before, after):
+    who, passes = client(method, start(method)), []
+    real = who.features
+
+    def features(**keys):
+        passes.append(keys)
+        return real(**keys)
+
+    who.features = features
+    context = method.prepare(who)
+    assert len(passes) == before
+    context = method.refresh(who, context)
+    method.report(who, context)
+    assert len(passes) == before + after
+
+
 # What the authors' code computes
 
 
@@ -187,17 +252,17 @@ def test_gradients_before_training_are_those_of_the_received_model(tiny_source):
         federation.trainer.benches[0].load(sent, {})
         who = client(FedHPro(), federation.state, model=federation.net)
         who.data, who.transform = federation.clients[0].train, federation.trainer.transform
-        torch.testing.assert_close(upload["report/gradients"], FedHPro().class_gradients(who)["gradients"])
+        torch.testing.assert_close(upload["report/gradients"], FedHPro().report(who, {})["gradients"])
 
 
 def test_gradient_scale_and_sample_limit():
     labels = (0,) * 9 + (1,) * 2
     method = FedHProVariants(gradient_scale="mean/n")
     who = client(method, start(method), labels)
-    mean, twice = FedHPro().class_gradients(who), method.class_gradients(who)
+    mean, twice = FedHPro().report(who, {}), method.report(who, {})
     torch.testing.assert_close(twice["gradients"][0], mean["gradients"][0] / 9)
     torch.testing.assert_close(twice["gradients"][1], mean["gradients"][1] / 2)
-    few = FedHProVariants(gradient_samples=4).class_gradients(who)
+    few = FedHProVariants(gradient_samples=4).report(who, {})
     assert few["counts"].tolist() == [4, 2, 0, 0]
 
 
@@ -239,11 +304,41 @@ def test_weight_gradients_equal_autograd():
     torch.manual_seed(0)
     z, y = torch.randn(9, 5), torch.randint(0, 2, (9,))
     h = torch.nn.Linear(5, 3)
-    ours = released.weight_gradients(z, y, h.weight.detach(), h.bias.detach())
+    ours = released.weight_gradients(z, y, h)
     for c in (0, 1):
         (expected,) = torch.autograd.grad(F.cross_entropy(h(z[y == c]), y[y == c]), h.weight)
         torch.testing.assert_close(ours[c], expected)
     assert (ours[2] == 0).all()
+
+
+def test_retraining_equals_autograd():
+    g = torch.Generator().manual_seed(0)
+    features, target = torch.randn(3, 4, 5, generator=g), torch.randn(3, 3, 5, generator=g)
+    W, b = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    target[1] = 0  # a class that nobody holds
+    ours = released.match_features(features, target, W, b, steps=3, lr=0.1)  # written out
+    expected, W = features, W.requires_grad_()
+    for _ in range(3):
+        expected = expected.detach().requires_grad_()
+        losses = [F.cross_entropy(expected[c] @ W.T + b, torch.full((4,), c)) for c in (0, 2)]
+        rows = torch.stack([torch.autograd.grad(loss, W, create_graph=True)[0] for loss in losses])
+        apart = (1 - F.cosine_similarity(rows, target[[0, 2]], dim=2)).sum()
+        expected = expected - 0.1 * torch.autograd.grad(apart, expected)[0]
+    torch.testing.assert_close(ours, expected.detach())
+    assert torch.equal(ours[1], features[1])
+
+    weight, bias = released.fit_classifier(features, generator(1), epochs=5, batch=5)
+    rng, layer = generator(1), torch.nn.Linear(5, 3)
+    with torch.no_grad():
+        layer.weight.copy_((2 * torch.rand(3, 5, generator=rng) - 1) * 5**-0.5)
+        layer.bias.copy_((2 * torch.rand(3, generator=rng) - 1) * 5**-0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(5):
+        for rows in torch.randperm(12, generator=rng).split(5):
+            optimizer.zero_grad()
+            F.cross_entropy(layer(features.reshape(12, 5)[rows]), rows // 4).backward()
+            optimizer.step()
+    torch.testing.assert_close((weight, bias), (layer.weight.detach(), layer.bias.detach()))
 
 
 def test_retraining_gives_a_classifier_that_knows_its_synthetic_features():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
-from .base import Client, Net, NonNegative, Positive, Tensors
+from .base import Net, NonNegative, Positive, Tensors
 from .prototypes import PrototypeMethod, pull
 
 
@@ -51,12 +51,9 @@ class FedGMKD(PrototypeMethod):
             "soft": self.gamma * distances.sum() / known.sum().clamp_min(1),
         }
 
-    def report(self, client: Client, context: Tensors) -> Tensors:
-        z, y = client.features()
-        C, h = client.net.num_classes, client.net.classifier
-        means, counts = eq.class_means(z, y, C)
-        soft = torch.softmax((z @ h.weight.T + h.bias) / self.temperature, dim=1)
-        return {"means": means, "counts": counts, "soft": eq.class_means(soft, y, C)[0]}
+    def summary(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
+        soft = torch.softmax((z @ net.classifier.weight.T + net.classifier.bias) / self.temperature, dim=1)
+        return super().summary(z, y, net) | {"soft": eq.class_means(soft, y, net.num_classes)[0]}
 
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator

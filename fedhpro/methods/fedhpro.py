@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
-from .base import AtLeastOne, Client, Count, Method, Net, Positive, Tensors
+from .base import AtLeastOne, Client, Count, Net, Positive, Tensors
+from .uplink import Features, ReportsGradients
 
 
 @dataclass(frozen=True)
-class FedHPro(Method):
+class FedHPro(ReportsGradients):
     exchanges = ("model", "classifier")  # Eq 7 needs the averaged classifier at least
 
     I: AtLeastOne = 5  # hyper-prototypes per class
@@ -48,16 +49,24 @@ class FedHPro(Method):
     # Client
 
     def prepare(self, client: Client) -> Tensors:
-        return client.received | {"margin": self.client_margin(client)}
+        """What the loss needs of the anchors and of d_k, which is the same in every step."""
+        context = dict(client.received)
+        if self.hpcl != "off":
+            context["directions"] = eq.mean_directions(self.anchors(self.hpcl, context)[0])  # of Eq 11
+            context |= self.client_margin(client)
+        if self.hpal != "off":
+            context["H"] = self.anchors(self.hpal, context)[0].mean(1)  # of Eq 13
+        return context
 
     def refresh(self, client: Client, context: Tensors) -> Tensors:
-        return context | {"margin": self.client_margin(client)} if self.margin_per == "epoch" else context
+        return context | self.client_margin(client) if "margin" in context and self.margin_per == "epoch" else context
 
-    def client_margin(self, client: Client) -> Tensor:
-        if self.hpcl == "off" or self.margin == "off":
-            return torch.zeros((), device=client.counts.device)
-        z, y = client.features()
-        return self.margin_of(*eq.class_means(z, y, client.net.num_classes))  # Eq 2, then Eq 10
+    def client_margin(self, client: Client) -> Tensors:
+        margin = torch.zeros((), device=client.counts.device)
+        if self.margin != "off":
+            z, y = client.features()
+            margin = self.margin_of(*eq.class_means(z, y, client.net.num_classes))  # Eq 2, then Eq 10
+        return {"margin": margin, "margins": eq.margins(margin, *self.anchors(self.hpcl, client.received))}
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         z = net.features(x)
@@ -69,13 +78,10 @@ class FedHPro(Method):
         return terms  # Eq 15 is their sum
 
     def report(self, client: Client, context: Tensors) -> Tensors:
-        return self.class_gradients(client) if self.matches else {}
+        return self.report_gradients(client.features, client.net, context) if self.matches else {}
 
-    def class_gradients(self, client: Client) -> Tensors:
-        z, y = client.features()
-        h = client.net.classifier
-        gradients, counts = eq.class_gradients(z, y, h.weight.detach(), h.bias.detach())  # Eq 5
-        return {"gradients": gradients, "counts": counts}
+    def report_gradients(self, features: Features, net: Net, context: Tensors) -> Tensors:
+        return self.class_gradients(*features(), net)  # Eq 5
 
     # Server, after the models were averaged
 
@@ -97,11 +103,15 @@ class FedHPro(Method):
     def margin_of(self, means: Tensor, counts: Tensor) -> Tensor:
         return eq.client_margin(means, counts)
 
+    def anchors(self, which: str, received: Tensors) -> tuple[Tensor, Tensor | None]:
+        """Those of a loss [C, I, d], and which classes have any; None: all."""
+        return received["S"], None
+
     def contrast(self, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
-        return eq.hpcl(z, y, context["S"], context["margin"], self.tau)
+        return eq.contrast(z, y, context["directions"], context["margins"], self.tau)
 
     def align(self, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
-        return eq.hpal(z, y, context["S"])
+        return eq.align(z, y, context["H"])
 
     def match(self, S: Tensor, target: Tensor, present: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return eq.match(S, target, present, weight, bias, self.M, self.match_lr)[0]

@@ -27,10 +27,9 @@ def hpcl(z: Tensor, y: Tensor, S: Tensor, margin: Tensor, tau: float, present: T
     return (loss if present is None else loss * present[y]).mean()
 
 
-def hpal(z: Tensor, y: Tensor, S: Tensor, present: Tensor | None = None) -> Tensor:
-    """Eq 13 on unit vectors, and as a mean over d."""
-    H = F.normalize(S.mean(1), dim=1)[:, None]
-    return eq.hpal(F.normalize(z, dim=1), y, H, present) / z.shape[1]
+def align(z: Tensor, y: Tensor, H: Tensor, present: Tensor | None = None) -> Tensor:
+    """Eq 13 on unit vectors, those of H among them, and as a mean over d."""
+    return eq.align(F.normalize(z, dim=1), y, H, present) / z.shape[1]
 
 
 def sign_match(
@@ -58,40 +57,53 @@ def retraining_state(net: Net, rng: torch.Generator, per_class: int = 50) -> Ten
     return {"synthetic": features, "sent_weight": weight, "sent_bias": bias}
 
 
-def weight_gradients(z: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def weight_gradients(z: Tensor, y: Tensor, h: torch.nn.Linear) -> Tensor:
     """For each class, the mean gradient of cross-entropy with respect to W [C, C, d]: mean of (p - e_c) z^T."""
-    C = len(weight)
-    residuals = torch.softmax(z @ weight.T + bias, 1) - F.one_hot(y, C)
+    C = len(h.weight)
+    residuals = torch.softmax(F.linear(z, h.weight, h.bias).detach(), 1) - F.one_hot(y, C)
     return torch.stack([residuals[y == c].T @ z[y == c] / (y == c).sum().clamp_min(1) for c in range(C)])
 
 
-def retrain(
-    state: Tensors, reports: Tensors, rng: torch.Generator, steps: int = 100, epochs: int = 100, batch: int = 50
-) -> tuple[Tensors, Tensors]:
-    """Match synthetic features to the clients' classifier gradients row by row, then train a new classifier on them."""
-    features, weight, bias = state["synthetic"], state["sent_weight"], state["sent_bias"]
-    C, n, d = features.shape
-    held = (reports["counts"] > 0).to(features.dtype)
+def retrain(state: Tensors, reports: Tensors, rng: torch.Generator) -> tuple[Tensors, Tensors]:
+    """Match synthetic features to the clients' classifier gradients, then train a new classifier on them."""
+    held = (reports["counts"] > 0).to(state["synthetic"].dtype)
     target = torch.einsum("kc,kcrd->crd", held / held.sum(0).clamp_min(1), reports["weight_gradients"])
-    labels = torch.arange(C).repeat_interleave(n)
-    onehot = torch.eye(C)[:, None]
-    with torch.enable_grad():
-        for _ in range(steps):
-            features = features.detach().requires_grad_()
-            residuals = torch.softmax(features @ weight.T + bias, 2) - onehot
-            ours = residuals.transpose(1, 2) @ features / n
-            loss = (1 - F.cosine_similarity(ours, target, dim=2))[held.sum(0) > 0].sum()
-            features = features - 0.1 * torch.autograd.grad(loss, features)[0]
-        x = features.detach().reshape(C * n, d)
-        bound = d**-0.5
-        weight = ((2 * torch.rand(C, d, generator=rng) - 1) * bound).requires_grad_()
-        bias = ((2 * torch.rand(C, generator=rng) - 1) * bound).requires_grad_()
-        optimizer = torch.optim.SGD([weight, bias], lr=0.01)
-        for _ in range(epochs):
-            for rows in torch.randperm(C * n, generator=rng).split(batch):
-                optimizer.zero_grad()
-                F.cross_entropy(x[rows] @ weight.T + bias, labels[rows]).backward()
-                optimizer.step()
-    weight, bias = weight.detach(), bias.detach()
-    new = state | {"synthetic": features.detach(), "sent_weight": weight, "sent_bias": bias}
+    target = target * (held.sum(0) > 0)[:, None, None]
+    features = match_features(state["synthetic"], target, state["sent_weight"], state["sent_bias"])
+    weight, bias = fit_classifier(features, rng)
+    new = state | {"synthetic": features, "sent_weight": weight, "sent_bias": bias}
     return new, {"classifier.weight": weight, "classifier.bias": bias}
+
+
+def match_features(
+    features: Tensor, target: Tensor, weight: Tensor, bias: Tensor, steps: int = 100, lr: float = 0.1
+) -> Tensor:
+    """Descent on the sum over classes and rows of 1 - cos(target, weight gradient at the features[C, n, d])."""
+    n, onehot = features.shape[1], torch.eye(len(weight))[:, None]
+    goal = F.normalize(target, dim=2, eps=1e-8)  # a row of zeros pulls nowhere
+    for _ in range(steps):
+        probabilities = torch.softmax(features @ weight.T + bias, 2)
+        residuals = probabilities - onehot
+        gradients = residuals.mT @ features / n  # [C, C, d]
+        length = torch.linalg.vector_norm(gradients, dim=2, keepdim=True).clamp_min(1e-8)
+        ours = gradients / length
+        slope = (ours * (goal * ours).sum(2, keepdim=True) - goal) / (n * length)
+        through = features @ slope.mT
+        through = probabilities * (through - (probabilities * through).sum(2, keepdim=True))
+        features = features - lr * (residuals @ slope + through @ weight)
+    return features
+
+
+def fit_classifier(
+    features: Tensor, rng: torch.Generator, epochs: int = 100, batch: int = 50, lr: float = 0.01
+) -> tuple[Tensor, Tensor]:
+    """SGD on cross-entropy from a fresh linear layer, its gradient written out; the bias is the last column."""
+    C, n, d = features.shape
+    x, onehot = F.pad(features.reshape(C * n, d), (0, 1), value=1.0), torch.eye(C).repeat_interleave(n, 0)
+    weight, bias = 2 * torch.rand(C, d, generator=rng) - 1, 2 * torch.rand(C, 1, generator=rng) - 1
+    layer = torch.cat([weight, bias], 1) * d**-0.5  # torch's default for a linear layer
+    for _ in range(epochs):
+        for rows in torch.randperm(C * n, generator=rng).split(batch):
+            residuals = torch.softmax(x[rows] @ layer.T, 1) - onehot[rows]
+            layer = layer.addmm(residuals.T, x[rows], alpha=-lr / len(rows))
+    return layer[:, :-1].contiguous(), layer[:, -1].contiguous()

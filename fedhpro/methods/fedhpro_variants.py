@@ -1,4 +1,4 @@
-"""FedHPro with every switch: the paper's Table 6, other starts of S, and what the authors' released code computes.
+"""FedHPro with every switch: global prototypes, a warm-up of HPAL, and what the authors' released code computes.
 
 With the defaults this is FedHPro as printed, through the same lines of fedhpro.py. Preset `released` turns on what the
 code does (fedhpro_released.py has the pieces); presets/released.toml lists it.
@@ -7,24 +7,24 @@ code does (fedhpro_released.py has the pieces); presets/released.toml lists it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
 from . import fedhpro_released as released
-from .base import Client, Count, Net, NonNegative, Tensors
-from .fedhpro import FedHPro
+from .base import Client, Count, Net, Tensors
+from .fedhpro_global import FedHProGlobal
+from .uplink import Features
 
 
 @dataclass(frozen=True)
-class FedHProVariants(FedHPro):
+class FedHProVariants(FedHProGlobal):
     """FedHPro: Federated Hyper-Prototype Learning via Gradient Matching (ICML 2026)."""
 
     name = "fedhpro"
-    hyper_init: Literal["randn", "prototypes"] = "randn"  # "prototypes": the first round's P + hyper_scale * randn
-    hyper_scale: NonNegative = 1.0  # standard deviation of the random start
     gradients: Literal["after", "before"] = "after"  # when Eq 5 is taken: after (paper) or before local training (code)
     gradient_samples: Count = 0  # at most so many augmented samples per class for Eq 5 (code: 100); 0: all, as they are
     gradient_scale: Literal["mean", "mean/n"] = "mean"  # "mean/n": divided by the number of samples twice (code)
@@ -34,9 +34,9 @@ class FedHProVariants(FedHPro):
     hpal_warmup: Count = 0  # rounds over which the weight of HPAL grows to 1
     retrain_classifier: bool = False  # h* re-trained at the server on synthetic features (code; not in the paper)
 
-    @property
-    def uses_P(self) -> bool:
-        return "global" in (self.hpcl, self.hpal) or self.hyper_init == "prototypes"
+    def __post_init__(self) -> None:
+        if self.uplink == "probabilities" and self.gradients == "before":
+            raise ValueError("uplink=probabilities needs gradients=after: they are decoded with the trained classifier")
 
     @property
     def matches(self) -> bool:
@@ -44,75 +44,66 @@ class FedHProVariants(FedHPro):
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         state = super().server_state(net, rng)
-        state["S"] *= self.hyper_scale
-        if self.uses_P:
-            state["P"] = torch.zeros(net.num_classes, net.dim)
-            state["present"] = torch.zeros(net.num_classes, dtype=torch.bool)
         if self.hpal_warmup:
             state["round"] = torch.tensor(1.0)
         return state | (released.retraining_state(net, rng) if self.retrain_classifier else {})
 
     def broadcast(self, state: Tensors) -> Tensors:
-        sent = super().broadcast(state) | {k: state[k] for k in ("P", "present") if k in state}
+        sent = super().broadcast(state)
         if self.hpal_warmup:
             sent["hpal_weight"] = torch.clamp(state["round"] / self.hpal_warmup, max=1.0)
         return sent
 
     def prepare(self, client: Client) -> Tensors:
         context = super().prepare(client)
-        return context | (super().report(client, context) if self.gradients == "before" else {})
+        if self.hpal != "off" and self.hpal_form == "unit-mean":
+            context["H"] = F.normalize(context["H"], dim=1)
+        if self.gradients == "before" and self.matches:
+            context |= self.class_gradients(*client.features(**self.gradient_pass), client.net)
+        return context
 
-    def report(self, client: Client, context: Tensors) -> Tensors:
-        early = ("gradients", "counts", "weight_gradients")
-        sent = {k: context[k] for k in early if k in context} or super().report(client, context)
-        if self.uses_P:
-            z, y = client.features()
-            sent["means"], sent["mean_counts"] = eq.class_means(z, y, client.net.num_classes)  # Eq 2
-        return sent
+    def report_gradients(self, features: Features, net: Net, context: Tensors) -> Tensors:
+        if self.gradients == "before":
+            return {name: context[name] for name in context if name in ("gradients", "counts", "weight_gradients")}
+        return self.class_gradients(*features(**self.gradient_pass), net)
 
-    def class_gradients(self, client: Client) -> Tensors:
-        z, y = client.features(limit=self.gradient_samples or None, augment=self.gradient_samples > 0)
-        h = client.net.classifier.weight.detach(), client.net.classifier.bias.detach()
-        gradients, counts = eq.class_gradients(z, y, *h)  # Eq 5
+    @property
+    def gradient_pass(self) -> dict[str, Any]:
+        return {"limit": self.gradient_samples, "augment": True} if self.gradient_samples else {}
+
+    def class_gradients(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
+        sent = super().class_gradients(z, y, net)  # Eq 5
         if self.gradient_scale == "mean/n":
-            gradients = gradients / counts.clamp_min(1)[:, None]
-        extra = {"weight_gradients": released.weight_gradients(z, y, *h)} if self.retrain_classifier else {}
-        return {"gradients": gradients, "counts": counts} | extra
+            name = "gradients" if self.uplink == "gradients" else "residuals"
+            sent[name] = sent[name] / sent["counts"].clamp_min(1)[:, None]
+        if self.retrain_classifier:
+            sent["weight_gradients"] = released.weight_gradients(z, y, net.classifier)
+        return sent
 
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
         override: Tensors = {}
-        if self.uses_P:
-            P, present = eq.global_prototypes(reports["means"], reports["mean_counts"])  # Eq 4
-            if self.hyper_init == "prototypes":
-                first = (present & ~state["present"])[:, None, None]
-                state = state | {"S": state["S"] + torch.where(first, P[:, None], 0.0)}
-            state = state | {"P": torch.where(present[:, None], P, state["P"]), "present": state["present"] | present}
         if self.hpal_warmup:
             state = state | {"round": state["round"] + 1}
         if self.retrain_classifier:
             state, override = released.retrain(state, reports, rng)
         return super().aggregate(state, model | override, reports, rng)[0], override
 
-    def anchors(self, which: str, context: Tensors) -> tuple[Tensor, Tensor | None]:
-        """[C, I, d] and which classes have any: S, or P as a single vector per class."""
-        if which == "global":
-            return context["P"][:, None], context["present"]
-        return context["S"], context["present"] if self.hyper_init == "prototypes" else None
-
     def margin_of(self, means: Tensor, counts: Tensor) -> Tensor:
         return released.inner_margin(means) if self.margin == "denominator" else super().margin_of(means, counts)
 
     def contrast(self, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
-        S, present = self.anchors(self.hpcl, context)
-        form = released.hpcl if self.margin == "denominator" else eq.hpcl
-        loss = form(z, y, S, context["margin"], self.tau, present)
+        if self.margin == "denominator":
+            S, present = self.anchors(self.hpcl, context)
+            loss = released.hpcl(z, y, S, context["margin"], self.tau, present)
+        else:
+            loss = super().contrast(z, y, context)
         return loss / len(y) if self.hpcl_scale == "mean/n" else loss
 
     def align(self, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
-        form = released.hpal if self.hpal_form == "unit-mean" else eq.hpal
-        return form(z, y, *self.anchors(self.hpal, context)) * context.get("hpal_weight", 1.0)
+        form = released.align if self.hpal_form == "unit-mean" else eq.align
+        return form(z, y, context["H"], self.anchors(self.hpal, context)[1]) * context.get("hpal_weight", 1.0)
 
     def match(self, S: Tensor, target: Tensor, present: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if self.matching == "cosine":

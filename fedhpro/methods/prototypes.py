@@ -1,7 +1,7 @@
 """What the prototype methods share: clients send class means, the server makes global prototypes of them.
 
-A method overrides `prototypes`, the server's step, and `loss`. With model exchange a model is judged by its classifier;
-where models stay with the clients (`exchange=prototypes`), by the nearest global prototype.
+A method overrides `prototypes`, the server's step, `loss`, and adds to `summary`. With model exchange a model is judged
+by its classifier; where models stay with the clients (`exchange=prototypes`), by the nearest global prototype.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class PrototypeMethod(Method):
         return {"P": state["P"], "present": state["present"]}
 
     def report(self, client: Client, context: Tensors) -> Tensors:
-        z, y = client.features()
-        means, counts = eq.class_means(z, y, client.net.num_classes)  # Eq 2
+        return self.summary(*client.features(), client.net)
+
+    def summary(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
+        """What is reported of the features after training: one pass for everything."""
+        means, counts = eq.class_means(z, y, net.num_classes)  # Eq 2
         return {"means": means, "counts": counts}
 
     def aggregate(

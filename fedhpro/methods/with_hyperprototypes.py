@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from .. import equations as eq
-from .base import AtLeastOne, Client, Count, Net, Positive, Tensors
+from .base import AtLeastOne, Count, Net, Positive, Tensors
 from .fedgmkd import FedGMKD
 from .fedproto import FedProto
 from .fedsa import FedSA
 from .fedtgp import FedTGP
 from .prototypes import PrototypeMethod
+from .uplink import ReportsGradients
 
 
 @dataclass(frozen=True)
-class HyperPrototypes(PrototypeMethod):
+class HyperPrototypes(ReportsGradients, PrototypeMethod):
     exchanges: ClassVar[tuple[str, ...]] = ("model", "classifier")  # Eq 7 needs the averaged classifier
 
     I: AtLeastOne = 5  # hyper-prototypes per class
@@ -35,11 +36,8 @@ class HyperPrototypes(PrototypeMethod):
         state = super().server_state(net, rng) | {"S": S} | self.averaged(S)
         return state | ({"A": state["P"]} if "A" in state else {})
 
-    def report(self, client: Client, context: Tensors) -> Tensors:
-        z, y = client.features()
-        h = client.net.classifier
-        gradients, _ = eq.class_gradients(z, y, h.weight.detach(), h.bias.detach())  # Eq 5
-        return super().report(client, context) | {"gradients": gradients}
+    def summary(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
+        return super().summary(z, y, net) | self.class_gradients(z, y, net)  # Eq 5
 
     def prototypes(self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator) -> Tensors:
         h = model["classifier.weight"], model["classifier.bias"]
