@@ -90,7 +90,9 @@ class Config(BaseModel):
     # machine and files
     engine: Literal["cpu", "cuda"] = Field("cpu", description="where clients run")
     workers: int | None = Field(
-        None, ge=0, description="clients trained at once; none: one per core, 6 on a GPU; 0: in this process, eagerly"
+        None,
+        ge=0,
+        description="clients trained at once; none: one per core, 4 to 10 on a GPU; 0: in this process, eagerly",
     )
     precision: Literal["auto", "fp32", "tf32", "bf16"] = Field(
         "auto", description="of the convolutions on a GPU; auto: tf32, which is torch's own default there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,6 +319,7 @@ def choose_device(config: Config) -> torch.device:
         if config.precision not in ("auto", "fp32"):
             raise ConfigError(f"precision={config.precision}: the cpu engine computes in fp32")
         return torch.device("cpu")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # each stream its own way to the GPU
     if not torch.cuda.is_available():
         raise ConfigError("engine=cuda: torch sees no GPU on this machine")
     torch.backends.cudnn.allow_tf32 = config.precision != "fp32"  # of convolutions; losses always have all their bits

@@ -97,14 +97,15 @@ class Bench:
 
     def __init__(self, net: Net, frozen: Sequence[str]) -> None:
         self.net = net
-        self.initial = {name: value.clone() for name, value in model_tensors(net).items()}
+        self.values = model_tensors(net)
+        self.initial = {name: value.clone() for name, value in self.values.items()}
         self.frozen = {name: copy.deepcopy(net).requires_grad_(False).eval() for name in frozen}
 
     @torch.no_grad()
     def load(self, received: Tensors, memory: Tensors) -> None:
         """The received part of the model, and the client's own part, or the common start before its first round."""
         source = self.initial | section(memory, "net") | section(received, "model")
-        copy_into(self.net, source)
+        torch._foreach_copy_(list(self.values.values()), [source[name] for name in self.values])
         for name, net in self.frozen.items():
             copy_into(net, source | section(memory, name))
 
@@ -159,7 +160,7 @@ class LocalTrainer:
         with torch.no_grad():
             report = self.method.report(client, context)
             remembered = self.method.remember(client, report)
-        state = model_tensors(net)
+        state = bench.values
         upload = {f"model/{name}": state[name] for name in state if travels(name, self.exchange)}
         upload |= {f"report/{name}": value for name, value in report.items()}
         upload |= {f"loss/{name}": value for name, value in losses.items()}
@@ -233,8 +234,8 @@ def model_tensors(net: Net) -> Tensors:
 
 
 def copy_into(net: Net, source: Tensors) -> None:
-    for name, value in model_tensors(net).items():
-        value.copy_(source[name])
+    values = model_tensors(net)
+    torch._foreach_copy_(list(values.values()), [source[name] for name in values])
 
 
 def section(tensors: Tensors, prefix: str) -> Tensors:

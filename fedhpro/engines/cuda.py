@@ -24,11 +24,10 @@ from ..data.clients import Samples
 from ..data.sources import Split
 from ..methods.base import Tensors
 from ..models.base import ConvNorm, Net
-from ..training import Bench, LocalSettings, LocalTrainer, copy_into, make_optimizer, model_tensors, step, train
+from ..training import Bench, LocalSettings, LocalTrainer, copy_into, make_optimizer, step, train
 from .cpu import Answer, InProcess, Memories
 
 log = logging.getLogger("fedhpro")
-SLOTS = 6  # more do not help on an H200
 CAPTURING = threading.Lock()
 CHUNK = 128  # samples in a captured pass without gradients
 
@@ -41,18 +40,18 @@ class Graphs(InProcess):
     def __init__(self, trainer: LocalTrainer, slots: int | None, compiled: bool = False) -> None:
         super().__init__(trainer)
         refused: set[str] = set()
-        self.slots = [Slot(trainer, refused, compiled) for _ in range(min(slots or SLOTS, len(trainer.clients)))]
+        slots = slots or best_slots([len(client.train) for client in trainer.clients])
+        self.slots = [Slot(trainer, refused, compiled) for _ in range(slots)]
         self.warm = False
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
         sent = self.trainer.here(sent)
+        for name, like in self.trainer.benches[0].values.items():
+            if f"model/{name}" in sent:  # laid out as in the nets, so that all are copied at once
+                sent[f"model/{name}"] = torch.empty_like(like).copy_(sent[f"model/{name}"])
         torch.cuda.current_stream().synchronize()  # the streams of the slots do not wait for this one
-        work, queues = [0] * len(self.slots), [list[int]() for _ in self.slots]
-        for k in clients:  # largest first, each to the slot that has least to do
-            least = work.index(min(work))
-            work[least] += len(self.trainer.clients[k].train)
-            queues[least].append(k)
-        pairs = list(zip(self.slots, queues, strict=True))
+        sizes = {k: len(self.trainer.clients[k].train) for k in clients}
+        pairs = list(zip(self.slots, share(sizes, len(self.slots)), strict=True))
         if not self.warm:  # captures of the usual batch size, one after the other: their convolutions are timed
             for slot, queue in pairs:
                 if queue:
@@ -94,6 +93,27 @@ class Graphs(InProcess):
         return Answer(answer.client, upload, answer.memory, answer.error)
 
 
+def share(sizes: dict[int, int], slots: int) -> list[list[int]]:
+    """Clients to slots: largest first, each to the slot that has least to do."""
+    work, queues = [0] * slots, [list[int]() for _ in range(slots)]
+    for k, size in sizes.items():
+        least = work.index(min(work))
+        work[least] += size
+        queues[least].append(k)
+    return queues
+
+
+def best_slots(sizes: Sequence[int]) -> int:
+    """Eight to ten, whichever shares the work most evenly. Fewer fill the GPU with a large model, not with a small one."""
+    clients = dict(enumerate(sorted(sizes, reverse=True)))
+
+    def unevenness(slots: int) -> float:
+        longest = max(sum(clients[k] for k in queue) for queue in share(clients, slots))
+        return round(longest * slots / sum(sizes), 2)
+
+    return min(range(min(8, len(sizes)), min(10, len(sizes)) + 1), key=unevenness)
+
+
 class Slot(LocalTrainer):
     """A trainer that queues its work on a stream and comes back at once."""
 
@@ -112,9 +132,7 @@ class Slot(LocalTrainer):
         self.x = torch.zeros(largest, *some.x.shape[1:], dtype=some.x.dtype, device=self.device)
         self.y = torch.zeros(largest, dtype=some.y.dtype, device=self.device)
         self.count = torch.arange(self.settings.batch_size + 2, device=self.device)
-        drawn = self.settings.epochs * max(2, largest)  # a single sample is seen twice
-        if self.settings.steps is not None:
-            drawn = self.settings.steps * len(self.count)
+        drawn = max(2, largest)  # a single sample is seen twice
         self.schedule = torch.zeros(4, drawn, dtype=torch.int64, device=self.device)
         dropped = max(net.dim if net.dropout.p else 0 for net in nets)
         self.keep = torch.zeros(drawn, dropped, dtype=torch.bool, device=self.device)
@@ -158,25 +176,20 @@ class Slot(LocalTrainer):
         return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
     def plan(self, n: int, net: Net, rng: torch.Generator) -> Iterator[list[int]]:
-        """A round's schedule, drawn as an eager client would and copied to the GPU -> each epoch's batch sizes."""
-        size, sizes, columns, keep, steps = self.settings.batch_size, list[list[int]](), [], [], 0
+        """Each epoch's schedule, drawn as an eager client would and sent to the GPU -> the sizes of its batches."""
         moves, dropout = self.transform.moves(self.x), net.dropout
-        while len(sizes) < self.settings.epochs if self.settings.steps is None else steps < self.settings.steps:
-            sizes.append([])
-            for rows in epoch(n, size, rng):
+        while True:
+            columns, keep = [], []
+            for rows in epoch(n, self.settings.batch_size, rng):
                 drawn = self.transform.draw(len(rows), rng) if moves else rows.new_zeros(3, len(rows))
                 columns.append(torch.cat([rows[None], drawn]))
                 if dropout.p:
                     keep.append(torch.rand(len(rows), net.dim, generator=dropout.generator) >= dropout.p)
-                sizes[-1].append(len(rows))
-                steps += 1
-                if steps == self.settings.steps:
-                    break
-        self.send(torch.cat(columns, 1), self.schedule)
-        if keep:
-            self.send(torch.cat(keep), self.keep[:, : net.dim])
-        self.at.zero_()
-        return iter(sizes)
+            self.send(torch.cat(columns, 1), self.schedule)
+            if keep:
+                self.send(torch.cat(keep), self.keep[:, : net.dim])
+            self.at.zero_()
+            yield [column.shape[1] for column in columns]
 
     def batch(self, rows: Tensor, moves: Tensor) -> Tensor:
         if self.fused is None or not self.transform.moves(self.x):
@@ -224,8 +237,8 @@ class Seat:
 
     def begin(self, lr: float) -> None:
         self.lr.fill_(lr)
-        for value in [*self.optimizer_state(), *self.totals.values()]:
-            value.zero_()
+        if state := [*self.optimizer_state(), *self.totals.values()]:
+            torch._foreach_zero_(state)
 
     def take_step(self, size: int, context: Tensors) -> None:
         if context is not self.held:
@@ -297,8 +310,7 @@ class Seat:
                         value.zero_()
 
     def mutable(self) -> list[Tensor]:
-        net = list(model_tensors(self.bench.net).values())
-        return [*net, *self.optimizer_state(), *self.totals.values(), self.slot.at]
+        return [*self.bench.values.values(), *self.optimizer_state(), *self.totals.values(), self.slot.at]
 
     def optimizer_state(self) -> list[Tensor]:
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
