@@ -104,7 +104,7 @@ def share(sizes: dict[int, int], slots: int) -> list[list[int]]:
 
 
 def best_slots(sizes: Sequence[int]) -> int:
-    """Eight to ten, whichever shares the work most evenly. Fewer fill the GPU with a large model, not with a small one."""
+    """Eight to ten, whichever shares the work most evenly. Fewer fill the GPU with large models, but not with small."""
     clients = dict(enumerate(sorted(sizes, reverse=True)))
 
     def unevenness(slots: int) -> float:
