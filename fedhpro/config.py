@@ -92,6 +92,7 @@ class Config(BaseModel):
     workers: int | None = Field(None, ge=0, description="worker processes; none: one per core; 0: in this process")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
+    memory_budget: float = Field(20, gt=0, description="GB on disk for what clients remember (MOON, private models)")
     # the method's own keys
     parameters: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
 
