@@ -119,7 +119,7 @@ class Federation:
         assert self.engine is not None, "use the federation in a with statement"
         number = self.round + 1
         sent, chosen = self.sent(), self.sample(number)
-        average, reports, losses = wire.Mean(), list[Tensors](), wire.Mean()
+        average, reports, losses = wire.Mean(), wire.Stack(len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
@@ -133,7 +133,7 @@ class Federation:
                     refused.append({"client": answer.client, "reason": reason})
                 if on_client:
                     on_client(done, len(chosen))
-        enough = len(reports) >= self.config.min_clients
+        enough = reports.count >= self.config.min_clients
         self.stalled = 0 if enough else self.stalled + 1
         if enough:
             self._aggregate(number, average, reports)
@@ -214,18 +214,17 @@ class Federation:
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
     @torch.no_grad()
-    def _accept(self, upload: Tensors, average: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
+    def _accept(self, upload: Tensors, average: wire.Mean, reports: wire.Stack, losses: wire.Mean) -> None:
         samples = float(upload["samples"])
         model = section(upload, "model")
         classifier = {name: value for name, value in model.items() if name.startswith("classifier.")}
         average.add(model, samples if self.config.weights == "samples" else 1.0)
         losses.add(section(upload, "loss"), samples)
         report = self.method.decode(section(upload, "report"), classifier)
-        reports.append({name: value.clone() for name, value in (report | {"samples": upload["samples"]}).items()})
+        reports.add(report | {"samples": upload["samples"]})
 
-    def _aggregate(self, number: int, average: wire.Mean, reports: list[Tensors]) -> None:
-        averaged = average.result()
-        stacked = {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
+    def _aggregate(self, number: int, average: wire.Mean, reports: wire.Stack) -> None:
+        averaged, stacked = average.result(), reports.result()
         rng = generator(self.config.seed, "aggregate", number)
         self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
         self.model = averaged | override
