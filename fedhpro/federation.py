@@ -260,13 +260,13 @@ class Federation:
         """The global model on every set; or, where models stay with the clients, each on its own domain's."""
         if self.exchange == "model":
             return [Test(name) for name in self.trainer.tests]
+        central = [name for name in self.trainer.tests if name.startswith("server/")]
         tests = []
         for k in sorted(self.memories):
             domain = self.clients[k].domain
-            for name in self.trainer.tests:
-                own = name == f"server/{domain}" or (domain == POOLED and name.startswith("server/"))
-                if own or name == f"{HELD_OUT}{k}":
-                    tests.append(Test(name, k))
+            own = [name for name in central if domain in (POOLED, name.removeprefix("server/"))]
+            own += [name for name in [f"{HELD_OUT}{k}"] if name in self.trainer.tests]
+            tests += [Test(name, k) for name in own]
         return tests
 
 

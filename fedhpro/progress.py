@@ -64,7 +64,9 @@ class Terminal(Callback):
         self.history.append(record)
         for sentence in _warnings(record):  # as they are: a client's words must not be taken for markup
             console = self.live.console if self.live else self.console
-            console.print(f"round {record['round']}: {sentence}", style="yellow", markup=False, soft_wrap=True)
+            console.print(
+                f"round {record['round']}: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
         if self.live:
             self.bars.update(self.rounds, completed=record["round"])
             self.live.update(self._view())

@@ -4,13 +4,15 @@ python -m fedhpro.bench.growth [--quick] [--out FILE]
 
 Every case is a run of its own in a fresh process, so that its peak memory is its own: that of the whole process tree,
 in which a page shared by n processes counts 1/n for each (PSS, five times a second; on Linux only). All samples are one
-and the same image: what is measured is the federation, not its data. Seconds are those of the fastest round after the
-first, without evaluation.
+and the same image: what is measured is the federation, not its data. Seconds are those of the fastest round, without
+the first and without evaluation; CPU seconds are those of all its processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import platform
@@ -40,6 +42,7 @@ FULL: dict[str, tuple[int, ...]] = {
 QUICK = {"clients": (100, 10_000), "classes": (10, 100), "features": (64, 512), "samples": (16, 64)}
 TAKE_PART = 100  # clients in a round, where there are more
 ROUNDS = 4
+MIDDLE = slice(1, -1)  # the first round warms up, the last is evaluated
 
 
 def growth(quick: bool = False) -> dict[str, Any]:
@@ -61,7 +64,7 @@ def cases(quick: bool) -> Iterator[Case]:
                 case = START | {"axis": axis, "method": method, "rounds": ROUNDS} | {axis: value}
                 yield case | ({"samples": 16} if axis == "clients" else {})
     # each round, other clients come to remember a model; it is the memory's growth with them that is looked at
-    for rounds in () if quick else (2, 8):
+    for rounds in () if quick else (3, 9):
         yield START | {"axis": "memories", "method": "moon", "rounds": rounds, "clients": 100 * rounds, "samples": 2}
 
 
@@ -71,7 +74,7 @@ def measure(case: Case) -> Case:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         peak = 0
         while child.poll() is None:
-            peak = max(peak, tree_pss(child.pid))
+            peak = max(peak, memory(child.pid))
             time.sleep(0.2)  # more often, and looking would slow down what is looked at
         assert child.stdout is not None
         output = child.stdout.read()
@@ -94,22 +97,28 @@ def run_case(case: Case) -> Case:
         result = runs.run(config, callbacks=[clock], source=one_image(clients, samples, classes))
         lines = (result.folder / "timings.jsonl").read_text(encoding="utf-8").splitlines()
         memories = sum(path.stat().st_size for path in result.folder.glob("memories/*"))
-    seconds = min(json.loads(line)["seconds"] for line in lines[1:-1] or lines)
+    seconds = min([json.loads(line)["seconds"] for line in lines][MIDDLE])
+    cpu = min([after - before for before, after in itertools.pairwise(clock.cpu)][MIDDLE])
     per_round = len(result.history[0]["clients"])
     return {
         "per_round": per_round,
         "setup_seconds": round(clock.began - started, 2),
         "round_seconds": round(seconds, 3),
         "client_seconds": round(seconds / per_round, 4),
+        "round_cpu_seconds": round(cpu, 2) or None,
         **({"memories_mb": round(memories / 10**6)} if memories else {}),
     }
 
 
 class Clock(Callback):
-    """When everything was ready for the first round."""
+    """When everything was ready for the first round, and the CPU seconds until then and until the end of each round."""
 
     def start(self, federation: Any, result: Any) -> None:
         self.began = time.perf_counter()
+        self.cpu = [cpu_seconds(os.getpid())]
+
+    def round(self, record: dict[str, Any]) -> None:
+        self.cpu.append(cpu_seconds(os.getpid()))
 
 
 def one_image(clients: int, samples: int, classes: int) -> Source:
@@ -124,15 +133,34 @@ def one_image(clients: int, samples: int, classes: int) -> Source:
     return Source("one-image", (domain,), tuple(map(str, range(classes))), {"all": (clients, samples)})
 
 
-def tree_pss(pid: int) -> int:
-    """Bytes of a process and all below it; 0 where the system does not say, or the process is gone."""
+def tree(pid: int) -> list[Path]:
+    """What /proc has of a process and all below it; nothing where there is no /proc, or the process is gone."""
     process = Path(f"/proc/{pid}")
     try:
-        fields = dict(line.split(":", 1) for line in (process / "smaps_rollup").read_text().splitlines()[1:])
         below = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
-    except (OSError, ValueError):
-        return 0
-    return int(fields["Pss"].split()[0]) * 1024 + sum(tree_pss(int(child)) for child in below)
+    except OSError:
+        return []
+    return [process, *(found for child in below for found in tree(int(child)))]
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process tree (PSS)."""
+    total = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):  # it may end at any time
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def cpu_seconds(pid: int) -> float:
+    """What the cores spent on a process tree until now: other people's work on the machine does not show in it."""
+    ticks = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # user and system
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_model() -> str:

@@ -159,7 +159,8 @@ class WorkerPool:
             for _, (order, _), found in self._finished():
                 test = tests[order]
                 if isinstance(found, Death):
-                    self.restarted.append({"client": test.owner, "test": test.name, "exit_code": found.exit_code})
+                    whose = {} if test.owner is None else {"client": test.owner}
+                    self.restarted.append(whose | {"test": test.name, "exit_code": found.exit_code})
                     deaths[order] += 1
                     if deaths[order] < self.ATTEMPTS:
                         waiting.append(order)
