@@ -194,9 +194,10 @@ class WorkerPool:
         ready = wait([worker.pipe for worker in self.workers if worker.task is not None])
         for number, worker in enumerate(self.workers):
             if worker.task is not None and worker.pipe in ready:
-                task, worker.task = worker.task, None
+                task = worker.task
                 try:
                     answer = worker.pipe.recv()
+                    worker.task = None
                 except (EOFError, OSError):
                     answer = Death(worker.end(patience=5))
                     self.workers[number] = self._start(self.slots[number])
