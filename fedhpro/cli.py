@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -331,6 +332,7 @@ def main_options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: every mistake of a user ends in one sentence and exit code 2, never in a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is told to stop ends as after Ctrl-C
     try:
         app(args=list(arguments) if arguments is not None else None)
     except UserError as error:

@@ -100,6 +100,7 @@ class Config(BaseModel):
     compile: bool = Field(False, description="torch.compile inside the captured steps (cuda)")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
+    memory_budget: float = Field(20, gt=0, description="GB on disk for what clients remember (MOON, private models)")
     # the method's own keys
     parameters: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
 

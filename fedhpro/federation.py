@@ -15,9 +15,10 @@ from .data.autoaugment import PolicyName
 from .data.batches import Transform
 from .data.clients import POOLED, ClientData, Samples, cut, merged
 from .data.sources import Source, Split
-from .engines.cpu import Engine, InProcess, Memories, Test, WorkerPool, one_thread
-from .errors import ConfigError, FederationStalled
+from .engines.cpu import HELD_OUT, Engine, InProcess, Test, WorkerPool, one_thread
+from .errors import ConfigError, FederationStalled, RunError
 from .evaluation import accuracy, balanced_accuracy, class_accuracies, client_summary, domain_accuracies, mean
+from .memories import ClientMemories, check_budget, generations_of, most_files
 from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
 from .training import LocalSettings, LocalTrainer, owned, section, travels
@@ -71,8 +72,9 @@ class Federation:
         start = owned(self.trainer.benches[0].initial)
         self.model = {name: value for name, value in start.items() if travels(name, self.exchange)}
         self.state = owned(self.method.server_state(self.net, generator(config.seed, "server")))
-        self.memories: Memories = {}
+        self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
+        check_budget(*self.memory_need(), config.memory_budget)
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
@@ -129,7 +131,7 @@ class Federation:
         assert self.engine is not None, "use the federation in a with statement"
         number = self.round + 1
         sent, chosen = self.sent(), self.sample(number)
-        average, reports, losses = wire.Mean(), list[Tensors](), wire.Mean()
+        average, reports, losses = wire.Mean(), wire.Stack(len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
@@ -138,12 +140,12 @@ class Federation:
                     self._accept(answer.upload, average, reports, losses)
                     bytes_up += wire.num_bytes(answer.upload)
                     if answer.memory:
-                        self.memories[answer.client] = {k: v.clone() for k, v in answer.memory.items()}
+                        self.memories.store(answer.client, number, answer.memory)
                 else:
                     refused.append({"client": answer.client, "reason": reason})
                 if on_client:
                     on_client(done, len(chosen))
-        enough = len(reports) >= self.config.min_clients
+        enough = reports.count >= self.config.min_clients
         self.stalled = 0 if enough else self.stalled + 1
         if enough:
             self._aggregate(number, average, reports)
@@ -154,6 +156,8 @@ class Federation:
         record |= {"bytes_down": wire.num_bytes(sent) * len(chosen), "bytes_up": bytes_up}
         if number % self.config.evaluate_every == 0 or number == self.config.rounds:
             record |= self.evaluate()
+        if self.engine.restarted:
+            record["restarted"], self.engine.restarted = self.engine.restarted, []
         self.round = number
         return record
 
@@ -167,13 +171,14 @@ class Federation:
         """Accuracies of the current state, as the config asks for them."""
         assert self.engine is not None
         tests = self._tests()
-        results = self.engine.evaluate(tests, self.sent(), self.memories)
-        record: Record = {}
-        heads = sorted(results[0], key=lambda head: head != self.headline) if results else []
+        results = list(zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True))
+        untested = [{"client": test.owner, "test": test.name} for test, result in results if not result]
+        record: Record = {"untested": untested} if untested else {}
+        heads = sorted({head: None for _, result in results for head in result}, key=lambda head: head != self.headline)
         for head in heads:
-            found = [(test, result[head]) for test, result in zip(tests, results, strict=True)]
+            found = [(test, result[head]) for test, result in results if result]
             central = [(t.name.removeprefix("server/"), m) for t, m in found if t.name.startswith("server/")]
-            own = {int(t.name.removeprefix("held-out/")): m for t, m in found if t.name.startswith("held-out/")}
+            own = {int(t.name.removeprefix(HELD_OUT)): m for t, m in found if t.name.startswith(HELD_OUT)}
             summary: Record = {}
             if central:
                 summary["accuracy"] = domain_accuracies(central)
@@ -202,29 +207,36 @@ class Federation:
         """Everything that the next round depends on."""
         tensors = {f"model/{name}": value for name, value in self.model.items()}
         tensors |= {f"state/{name}": value for name, value in self.state.items()}
-        for k, memory in self.memories.items():
-            tensors |= {f"memory/{k}/{name}": value for name, value in memory.items()}
-        return tensors, {"round": self.round, "stalled": self.stalled}
+        return tensors, {"round": self.round, "stalled": self.stalled, "memories": dict(self.memories.generations)}
 
     def restore(self, tensors: Tensors, meta: Record) -> None:
+        if section(tensors, "memory"):
+            raise RunError(
+                f"the checkpoint of round {meta['round']} is of an earlier version, with the clients' memories inside: "
+                "it cannot be gone on with, start a new run"
+            )
         self.model, self.state = section(tensors, "model"), section(tensors, "state")
-        owners = {int(name.split("/")[1]) for name in tensors if name.startswith("memory/")}
-        self.memories = {k: section(tensors, f"memory/{k}") for k in sorted(owners)}
+        self.memories.generations = generations_of(meta)
         self.round, self.stalled = meta["round"], meta["stalled"]
 
+    def memory_need(self) -> tuple[int, int]:
+        """Bytes of a client's memory on disk, and the most files of that size that there can be at once."""
+        c, sizes = self.config, [wire.num_bytes(form) for form in self._memory_forms]
+        most = most_files(len(self.clients), self.per_round, c.rounds, c.checkpoint_every, c.keep_checkpoints)
+        return sum(sizes) // len(sizes), most  # clients have the architectures in turn
+
     @torch.no_grad()
-    def _accept(self, upload: Tensors, average: wire.Mean, reports: list[Tensors], losses: wire.Mean) -> None:
+    def _accept(self, upload: Tensors, average: wire.Mean, reports: wire.Stack, losses: wire.Mean) -> None:
         samples = float(upload["samples"])
         model = section(upload, "model")
         classifier = {name: value.cpu() for name, value in model.items() if name.startswith("classifier.")}
         average.add(model, samples if self.config.weights == "samples" else 1.0)
         losses.add(section(upload, "loss"), samples)
         report = self.method.decode(section(upload, "report"), classifier)
-        reports.append({name: value.clone() for name, value in (report | {"samples": upload["samples"]}).items()})
+        reports.add(report | {"samples": upload["samples"]})
 
-    def _aggregate(self, number: int, average: wire.Mean, reports: list[Tensors]) -> None:
-        averaged = average.result()
-        stacked = {name: torch.stack([report[name] for report in reports]) for name in reports[0]}
+    def _aggregate(self, number: int, average: wire.Mean, reports: wire.Stack) -> None:
+        averaged, stacked = average.result(), reports.result()
         rng = generator(self.config.seed, "aggregate", number)
         self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
         self.model = averaged | override
@@ -253,20 +265,20 @@ class Federation:
             for domain in self.source.domains:
                 sets[f"server/{domain.name}"] = domain.test if self.config.split == "test" else domain.validation
         if self.config.evaluation != "central":
-            sets |= {f"held-out/{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out)}
+            sets |= {f"{HELD_OUT}{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out)}
         return sets
 
     def _tests(self) -> list[Test]:
         """The global model on every set; or, where models stay with the clients, each on its own domain's."""
         if self.exchange == "model":
             return [Test(name) for name in self.trainer.tests]
+        central = [name for name in self.trainer.tests if name.startswith("server/")]
         tests = []
         for k in sorted(self.memories):
             domain = self.clients[k].domain
-            for name in self.trainer.tests:
-                own = name == f"server/{domain}" or (domain == POOLED and name.startswith("server/"))
-                if own or name == f"held-out/{k}":
-                    tests.append(Test(name, k))
+            own = [name for name in central if domain in (POOLED, name.removeprefix("server/"))]
+            own += [name for name in [f"{HELD_OUT}{k}"] if name in self.trainer.tests]
+            tests += [Test(name, k) for name in own]
         return tests
 
 

@@ -65,6 +65,15 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> Non
     write_atomically(path, save(owned, about | {"sha256": checksum(owned)}))
 
 
+def is_whole(path: Path) -> bool:
+    """Whether there are tensors as long as their header says: a look that does not read them."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and what was remembered with them; DamagedFile where the content is not what was written."""
     try:

@@ -62,13 +62,11 @@ class Terminal(Callback):
 
     def round(self, record: dict[str, Any]) -> None:
         self.history.append(record)
-        if refused := record["refused"]:
-            print = self.live.console.print if self.live else self.console.print
-            first = f"client {refused[0]['client']}: {refused[0]['reason']}"
-            more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
-            kept = "" if record["aggregated"] else "; the model stays as it was"
-            # a client's words must not be taken for markup
-            print(f"[yellow]round {record['round']}: refused {escape(first)}{more}{kept}[/]", soft_wrap=True)
+        for sentence in _warnings(record):  # as they are: a client's words must not be taken for markup
+            console = self.live.console if self.live else self.console
+            console.print(
+                f"round {record['round']}: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
         if self.live:
             self.bars.update(self.rounds, completed=record["round"])
             self.live.update(self._view())
@@ -133,6 +131,24 @@ def trouble(result: Result) -> str | None:
     if any("not finite" in refusal["reason"] for record in result.history for refusal in record["refused"]):
         hint = f": training diverged; try a smaller lr than {result.config.lr}"
     return f"{refused} of {_count(sent, 'upload')} were refused, and {_count(idle, 'round')} changed nothing{hint}"
+
+
+def _warnings(record: dict[str, Any]) -> list[str]:
+    found = []
+    if refused := record["refused"]:
+        kept = "" if record["aggregated"] else "; the model stays as it was"
+        found.append(f"refused client {refused[0]['client']}: {refused[0]['reason']}{_and_more(refused)}{kept}")
+    if restarted := record.get("restarted"):
+        what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in restarted[0].items())
+        found.append(f"a worker process ended and was replaced ({what}){_and_more(restarted)}")
+    if untested := record.get("untested"):
+        first = f"client {untested[0]['client']} on {untested[0]['test']}"
+        found.append(f"testing {first} failed, which the accuracies leave out{_and_more(untested)}")
+    return found
+
+
+def _and_more(things: list[Any]) -> str:
+    return f", and {len(things) - 1} more" if len(things) > 1 else ""
 
 
 def _count(number: int, noun: str) -> str:

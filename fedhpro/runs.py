@@ -5,6 +5,7 @@ holdings.png             who holds what
 metrics.jsonl            one record a round; the same bytes for the same config on CPU
 timings.jsonl            seconds a round, which are not
 checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
+memories/                what clients keep between their rounds, where they do: a file for each client and round
 model.safetensors .json  the global model and how to use it (of texts: tokenizer.json too)
 server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
 result.json curves.png MODEL_CARD.md
@@ -12,6 +13,7 @@ result.json curves.png MODEL_CARD.md
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,8 +38,12 @@ from .errors import ConfigError
 from .evaluation import headline
 from .federation import Federation, Record
 from .files import DamagedFile, load_tensors, save_tensors, write_atomically
+from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
 from .training import copy_into
+
+MEMORIES = "memories"
+MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
 
 
 @dataclass
@@ -76,7 +82,9 @@ def run(
     if source is not None:
         config = config.model_copy(update={"data": f"python:{source.name}"})  # so that no record claims other data
     federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
+    check_disk(*federation.memory_need(), Path("runs" if config.out == "auto" else config.out, MEMORIES))
     folder = RunFolder.create(config)
+    federation.memories = folder.memories
     folder.draw_data(federation)
     return _go(federation, folder, [], callbacks)
 
@@ -88,7 +96,7 @@ def resume(
     folder = RunFolder.open(Path(path))
     config = configuration.load(folder.path / "config.toml")
     changed = {name for name, value in config.replace(**keys).flat().items() if value != config.flat().get(name)}
-    if forbidden := changed - {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints"}:
+    if forbidden := changed - MAY_CHANGE:
         raise ConfigError(f"{sorted(forbidden)[0]} cannot change in the middle of a run")
     if "rounds" in changed and config.lr_schedule == "cosine":
         raise ConfigError("rounds cannot change in the middle of a run: the cosine schedule of lr depends on it")
@@ -98,6 +106,8 @@ def resume(
     if config.rounds < meta.get("round", 0):
         raise ConfigError(f"rounds={config.rounds}: {meta['round']} rounds of {folder.path} are done already")
     federation = Federation(config, source)
+    federation.memories = folder.memories
+    check_disk(*federation.memory_need(), folder.path / MEMORIES)
     if tensors:
         federation.restore(tensors, meta)
     history = folder.rewind(federation.round)
@@ -157,6 +167,7 @@ class RunFolder:
         self.path = path
         self.metrics, self.timings = path / "metrics.jsonl", path / "timings.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.memories = ClientMemories(path / MEMORIES)
 
     @classmethod
     def create(cls, config: Config) -> RunFolder:
@@ -207,6 +218,7 @@ class RunFolder:
             if int(path.stem.removeprefix("round-")) > last_round:
                 path.unlink()
                 path.with_suffix(".safetensors").unlink(missing_ok=True)
+        self._prune_memories()
         kept = [record for record in self.records() if record["round"] <= last_round]
         for path in (self.metrics, self.timings):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -220,6 +232,7 @@ class RunFolder:
         for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
+        self._prune_memories()
 
     def newest_checkpoint(self, up_to: int | None = None) -> tuple[Tensors, Record]:
         """The newest that is whole, and not of a round whose metrics are lost; nothing where there is none."""
@@ -229,10 +242,18 @@ class RunFolder:
             try:
                 meta = json.loads(path.read_text(encoding="utf-8"))
                 tensors, _ = load_tensors(path.with_suffix(".safetensors"))
-                return tensors, meta
+                if self.memories.has(generations_of(meta)):
+                    return tensors, meta
             except (OSError, DamagedFile, json.JSONDecodeError):
                 continue
         return {}, {}
+
+    def _prune_memories(self) -> None:
+        pinned: set[tuple[int, int]] = set()
+        for path in self.checkpoints.glob("round-*.json"):
+            with contextlib.suppress(json.JSONDecodeError):  # a checkpoint that cannot be read needs none
+                pinned |= generations_of(json.loads(path.read_text(encoding="utf-8"))).items()
+        self.memories.prune(pinned)
 
     def finish(self, federation: Federation, result: Result) -> None:
         """Everything that a user of the model wants; also after Ctrl-C, from the last finished round."""

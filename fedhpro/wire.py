@@ -102,6 +102,25 @@ def _first(tensors: Tensors, bad: Callable[[Tensor], Tensor]) -> str | None:
     return next(name for name, value in tensors.items() if bool(bad(value).any()))
 
 
+class Stack:
+    """Named tensors of several uploads side by side [K, ...], copied once, each into its row."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.rows: Tensors = {}
+        self.count = 0
+
+    def add(self, tensors: Tensors) -> None:
+        for name, value in tensors.items():
+            if name not in self.rows:
+                self.rows[name] = value.new_empty((self.most, *value.shape))
+            self.rows[name][self.count] = value
+        self.count += 1
+
+    def result(self) -> Tensors:
+        return {name: rows[: self.count] for name, rows in self.rows.items()}
+
+
 def _and_more(names: list[str]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
 

@@ -57,7 +57,8 @@ def test_same_bits_with_workers(tiny_source, method):
     alone, one = run(tiny_source, method=method)
     pooled, two = run(tiny_source, method=method, workers=2)
     assert json.dumps(alone) == json.dumps(pooled)
-    assert all(torch.equal(value, two.snapshot()[0][name]) for name, value in one.snapshot()[0].items())
+    pairs = [(one.snapshot()[0], two.snapshot()[0])] + [(one.memories[k], two.memories[k]) for k in one.memories]
+    assert len(pairs) == 4 and all(torch.equal(value, b[name]) for a, b in pairs for name, value in a.items())
 
 
 @pytest.mark.parametrize("method", UNFIT)

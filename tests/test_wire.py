@@ -168,6 +168,18 @@ def test_mean_of_nothing_is_empty():
     assert wire.Mean().result() == {}
 
 
+# the stack
+
+
+def test_a_stack_has_the_uploads_in_order_and_shares_no_memory():
+    stack, value = wire.Stack(3), torch.arange(2.0)
+    stack.add({"a": value, "n": torch.tensor(5)})
+    value += 10
+    stack.add({"a": value, "n": torch.tensor(6)})
+    assert stack.count == 2 and stack.result()["a"].tolist() == [[0, 1], [10, 11]]
+    assert stack.result()["n"].tolist() == [5, 6] and stack.result()["n"].dtype == torch.int64
+
+
 # bytes
 
 

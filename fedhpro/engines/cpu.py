@@ -7,9 +7,11 @@ uploads are handed over in the order in which the clients were named.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -41,11 +43,20 @@ class Test:
     name: str
     client: int | None = None
 
+    @property
+    def owner(self) -> int | None:
+        """Whose model or whose samples it is about; None: the global model on a set of the server."""
+        return int(self.name.removeprefix(HELD_OUT)) if self.name.startswith(HELD_OUT) else self.client
 
-Memories = dict[int, Tensors]
+
+HELD_OUT = "held-out/"  # and the client's number: the name of its own test set
+Memories = Mapping[int, Tensors]
+Record = dict[str, Any]
 
 
 class Engine(Protocol):
+    restarted: list[Record]  # workers that ended unexpectedly and were replaced, until somebody takes note
+
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]: ...
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]: ...
     def close(self) -> None: ...
@@ -54,6 +65,9 @@ class Engine(Protocol):
 class InProcess:
     def __init__(self, trainer: LocalTrainer) -> None:
         self.trainer = trainer
+        self.restarted: list[Record] = []
+        if trainer.device.type == "cpu":
+            keep_freed_memory()
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
         for k in clients:
@@ -73,10 +87,12 @@ class WorkerPool:
     """Worker processes that share memory with this one: no model is ever pickled.
 
     What is sent lies in one shared buffer; each worker has two slots for a client's memory and upload, so that it can
-    train the next client while an upload waits for its turn to be folded in.
+    train the next client while an upload waits for its turn to be folded in. A worker that ends unexpectedly is
+    replaced and its client repeated, from the same tensors and so to the same bits.
     """
 
     SLOTS = 2
+    ATTEMPTS = 3  # a client whose work ended so many workers is given up for this round
 
     def __init__(
         self, trainer: LocalTrainer, workers: int, sent: Tensors, upload: Tensors, memories: Sequence[Tensors]
@@ -84,106 +100,168 @@ class WorkerPool:
         """What is sent and uploaded has one form; what is remembered, one for each architecture."""
         self.trainer = trainer
         # fork shares the data sets for free; other systems start a fresh interpreter and receive them once
-        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        self.context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
         self.sent = SharedTensors([sent])
         self.slots = [
             [(SharedTensors(memories), SharedTensors([upload]), SharedTensors(memories)) for _ in range(self.SLOTS)]
             for _ in range(workers)
         ]
-        self.pipes: list[Connection] = []
-        self.processes = []
+        self.restarted: list[Record] = []
+        self.workers: list[Worker] = []
         for slots in self.slots:
-            ours, theirs = context.Pipe()
-            self.pipes.append(ours)
-            inherited = list(self.pipes) if context.get_start_method() == "fork" else []
-            process = context.Process(
-                target=_work, args=(trainer, theirs, inherited, self.sent, slots), daemon=True, name="fedhpro-worker"
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
+            self.workers.append(self._start(slots))
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
-        self.sent.write(sent)
-        waiting = list(enumerate(clients))[::-1]
-        free = [list(range(self.SLOTS)) for _ in self.pipes]
-        busy: set[int] = set()
+        self._begin(sent)
+        waiting = list(range(len(clients)))[::-1]
+        free = [list(range(self.SLOTS)) for _ in self.workers]
         done: dict[int, tuple[int, int, Answer]] = {}
+        deaths = Counter[int]()
         turn = 0
         while turn < len(clients):
-            for worker, pipe in enumerate(self.pipes):
-                if waiting and free[worker] and worker not in busy:
-                    order, k = waiting.pop()
-                    slot = free[worker].pop()
+            for number, worker in enumerate(self.workers):
+                if waiting and free[number] and worker.task is None:
+                    order, slot = waiting.pop(), free[number].pop()
+                    k = clients[order]
                     memory = memories.get(k, {})
-                    self.slots[worker][slot][0].write(memory, self.trainer.kind(k))
-                    self._send(pipe, ("train", order, round, k, slot, bool(memory)))
-                    busy.add(worker)
-            for worker, (order, k, slot, error) in self._answers(busy):
-                busy.remove(worker)
-                _, upload, memory_out = self.slots[worker][slot]
-                done[order] = (worker, slot, Answer(k, upload.form(), memory_out.form(self.trainer.kind(k)), error))
+                    self.slots[number][slot][0].write(memory, self.trainer.kind(k))
+                    worker.give((order, slot), ("train", round, k, slot, bool(memory)))
+            for number, (order, slot), error in self._finished():
+                k = clients[order]
+                if isinstance(error, Death):
+                    self.restarted.append({"client": k, "exit_code": error.exit_code})
+                    deaths[order] += 1
+                    if deaths[order] < self.ATTEMPTS:
+                        waiting.append(order)  # whatever it left in the slot is written again
+                        free[number].append(slot)
+                        continue
+                    error = f"its training ended {self.ATTEMPTS} worker processes, the last {error}"
+                _, upload, memory_out = self.slots[number][slot]
+                done[order] = (number, slot, Answer(k, upload.form(), memory_out.form(self.trainer.kind(k)), error))
             while turn in done:
-                worker, slot, answer = done.pop(turn)
+                number, slot, answer = done.pop(turn)
                 yield answer
-                free[worker].append(slot)
+                free[number].append(slot)
                 turn += 1
 
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
-        self.sent.write(sent)
-        waiting = list(enumerate(tests))[::-1]
-        busy: set[int] = set()
+        self._begin(sent)
+        waiting = list(range(len(tests)))[::-1]
         results: dict[int, Tensors] = {}
+        deaths = Counter[int]()
         while len(results) < len(tests):
-            for worker, pipe in enumerate(self.pipes):
-                if waiting and worker not in busy:
-                    order, test = waiting.pop()
+            for number, worker in enumerate(self.workers):
+                if waiting and worker.task is None:
+                    test = tests[order := waiting.pop()]
                     memory = _memory_of(test, memories)
-                    self.slots[worker][0][0].write(memory, self.trainer.kind(test.client))
-                    self._send(pipe, ("evaluate", order, test, bool(memory)))
-                    busy.add(worker)
-            for worker, (order, found, error) in self._answers(busy):
-                if error is not None:
-                    raise RuntimeError(f"evaluation on {tests[order].name} failed: {error}")
-                busy.remove(worker)
-                results[order] = {name: torch.tensor(rows) for name, rows in found.items()}
+                    self.slots[number][0][0].write(memory, self.trainer.kind(test.client))
+                    worker.give((order, 0), ("evaluate", test, bool(memory)))
+            for _, (order, _), found in self._finished():
+                test = tests[order]
+                if isinstance(found, Death):
+                    whose = {} if test.owner is None else {"client": test.owner}
+                    self.restarted.append(whose | {"test": test.name, "exit_code": found.exit_code})
+                    deaths[order] += 1
+                    if deaths[order] < self.ATTEMPTS:
+                        waiting.append(order)
+                    elif test.owner is None:  # without one of the server's sets, an accuracy would mean another thing
+                        raise WorkerDied(
+                            f"testing on {test.name} ended {self.ATTEMPTS} worker processes, the last {found}"
+                        )
+                    else:
+                        results[order] = {}
+                elif isinstance(found, str):
+                    raise RuntimeError(f"evaluation on {test.name} failed: {found}")
+                else:
+                    results[order] = {name: torch.from_numpy(matrix) for name, matrix in found.items()}
         return [results[order] for order in range(len(tests))]
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()  # an idle worker ends when its pipe does
-        for process in self.processes:
-            process.join(timeout=0.5)
-            if process.is_alive():  # in the middle of a client that nobody waits for any more
-                process.kill()
-                process.join()
+        for worker in self.workers:
+            worker.pipe.close()  # an idle worker ends when its pipe does
+        for worker in self.workers:
+            worker.end(patience=0.5)  # one in the middle of a client, for whom nobody waits any more, is killed
 
-    def _send(self, pipe: Connection, message: tuple[Any, ...]) -> None:
-        try:
-            pipe.send(message)
-        except OSError:
-            raise WorkerDied(self._fate()) from None
+    def _begin(self, sent: Tensors) -> None:
+        for number, worker in enumerate(self.workers):
+            if worker.task is not None:  # of a round that was broken off
+                worker.end()
+                self.workers[number] = self._start(self.slots[number])
+        self.sent.write(sent)
 
-    def _answers(self, busy: set[int]) -> list[tuple[int, Any]]:
-        ready = wait([self.pipes[worker] for worker in busy])
-        try:
-            return [(worker, self.pipes[worker].recv()) for worker in sorted(busy) if self.pipes[worker] in ready]
-        except (EOFError, OSError):
-            raise WorkerDied(self._fate()) from None
+    def _finished(self) -> Iterator[tuple[int, Task, Any]]:
+        """Which workers are done with which task, and their answers; or a Death, and the worker is a new one."""
+        ready = wait([worker.pipe for worker in self.workers if worker.task is not None])
+        for number, worker in enumerate(self.workers):
+            if worker.task is not None and worker.pipe in ready:
+                task = worker.task
+                try:
+                    answer = worker.pipe.recv()
+                    worker.task = None
+                except (EOFError, OSError):
+                    answer = Death(worker.end(patience=5))
+                    self.workers[number] = self._start(self.slots[number])
+                yield number, task, answer
 
-    def _fate(self) -> str:
-        codes = [process.exitcode for process in self.processes if process.exitcode is not None]
-        code = codes[0] if codes else "unknown"
-        return (
-            f"a worker process ended unexpectedly (exit code {code}): "
-            "the finished rounds are saved, and `fedhpro resume` goes on from there"
+    def _start(self, slots: list[Slot]) -> Worker:
+        ours, theirs = self.context.Pipe()
+        inherited = (
+            [worker.pipe for worker in self.workers] + [ours] if self.context.get_start_method() == "fork" else []
         )
+        process = self.context.Process(
+            target=_work, args=(self.trainer, theirs, inherited, self.sent, slots), daemon=True, name="fedhpro-worker"
+        )
+        try:
+            process.start()
+        except OSError as error:
+            raise WorkerDied(f"no worker process can be started: {error.strerror or error}") from None
+        theirs.close()
+        return Worker(process, ours)
+
+
+Task = tuple[int, int]  # the place of a client or a test in its list, and a slot
+
+
+@dataclass
+class Worker:
+    """A process, our end of its pipe, and what it is at."""
+
+    process: Any
+    pipe: Connection
+    task: Task | None = None
+
+    def give(self, task: Task, message: tuple[Any, ...]) -> None:
+        self.task = task
+        with contextlib.suppress(OSError):  # that it is gone shows when its answer is waited for
+            self.pipe.send(message)
+
+    def end(self, patience: float = 0.0) -> int:
+        """The exit code, of its own in that many seconds or of a kill."""
+        self.pipe.close()
+        self.process.join(patience)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        return int(self.process.exitcode)
+
+
+@dataclass(frozen=True)
+class Death:
+    """In place of an answer: the worker ended, killed for want of memory perhaps."""
+
+    exit_code: int
+
+    def __str__(self) -> str:
+        return f"with exit code {self.exit_code}"
 
 
 class WorkerDied(UserError):
-    """A worker process was killed, for want of memory perhaps."""
+    """There can be no workers, or no evaluation: the run cannot go on."""
 
     exit_code = 1
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; the finished rounds are saved, and `fedhpro resume` goes on from there")
 
 
 class SharedTensors:
@@ -243,15 +321,20 @@ def _work(
     for other in inherited:  # with them open, this process would not notice that its parent is gone
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a progress display there needs threads of the parent
     torch.set_num_threads(1)
+    torch.set_grad_enabled(True)  # whatever the parent was doing when it forked
+    keep_freed_memory()
     with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe, or is gone
         while True:
             pipe.send(_answer(trainer, pipe.recv(), sent, slots))
 
 
-def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors, slots: list[Slot]) -> tuple[Any, ...]:
+def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors, slots: list[Slot]) -> Any:
+    """Of a training: why there is no upload, or None. Of a test: confusion matrices, or why there are none."""
     if message[0] == "train":
-        _, order, round, k, slot, has_memory = message
+        _, round, k, slot, has_memory = message
         memory_in, upload, memory_out = slots[slot]
         kind = trainer.kind(k)
         answer = _train(trainer, round, k, sent.form(), memory_in.form(kind) if has_memory else {})
@@ -262,14 +345,25 @@ def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors
         if answer.error is None:
             upload.write(answer.upload)
             memory_out.write(answer.memory, kind)
-        return order, k, slot, answer.error
-    _, order, test, has_memory = message
+        return answer.error
+    _, test, has_memory = message
     memory = slots[0][0].form(trainer.kind(test.client)) if has_memory else {}
     try:
         found = trainer.evaluate(test.name, test.client, sent.form(), memory)
-        return order, {head: matrix.tolist() for head, matrix in found.items()}, None
+        return {head: matrix.numpy() for head, matrix in found.items()}
     except Exception as error:
-        return order, {}, f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+
+
+def keep_freed_memory() -> None:
+    """glibc hands the memory of a step back to the system and asks for it again in the next: page faults, millions of
+    them. Here this process keeps it; elsewhere nothing happens.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # of mallopt
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 32 << 20)  # the most that glibc allows
+        mallopt(trim_threshold, 512 << 20)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 def holdings(clients: Sequence[ClientData], num_classes: int) -> np.ndarray:
     """Samples [clients, classes], those that a client holds out for evaluation among them."""
-    labels = [torch.cat((client.train.y, client.held_out.y)) for client in clients]
-    return np.array([own.bincount(minlength=num_classes).tolist() for own in labels])
+    labels = (torch.cat((client.train.y, client.held_out.y)) for client in clients)
+    return torch.stack([own.bincount(minlength=num_classes) for own in labels]).numpy()
 
 
 def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Path) -> None:
@@ -55,8 +56,10 @@ def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Pa
         _bubbles(figure, middle, counts, colours, 72 * min(wide / len(clients), high / len(classes)))
     else:
         _shades(figure, middle, counts, colours)
-    top.bar(range(len(clients)), counts.sum(1), color=colours, width=_thick(len(clients)))
-    right.barh(range(len(classes)), counts.sum(0), color=GREY, height=_thick(len(classes)))
+    for name, first in {name: domains.index(name) for name in names}.items():
+        of_domain = counts.sum(1)[first : first + domains.count(name)]
+        _bars(top, first, of_domain, colours[first])
+    _bars(right, 0, counts.sum(0), GREY, lying=True)
 
     every = _every(wide / len(clients), 0.08 * len(str(len(clients))) + 0.06)
     middle.set_xticks(range(0, len(clients), every), [str(k) for k in order[::every]])
@@ -132,8 +135,9 @@ def _shades(figure: Any, axes: Any, counts: np.ndarray, colours: Sequence[str]) 
     from matplotlib.ticker import MaxNLocator
 
     norm = PowerNorm(0.5, 0, counts.max())
-    shade = np.asarray(norm(counts))[..., None]
-    image = 1 - shade * (1 - np.array([to_rgb(colour) for colour in colours])[:, None])
+    shade = np.asarray(norm(counts), np.float32)[..., None]
+    image = 1 - shade * (1 - np.array([to_rgb(colour) for colour in colours], np.float32)[:, None])
+    image = np.rint(255 * image).astype(np.uint8)  # a byte for a colour: there may be 10,000 clients with 397 classes
     axes.imshow(image.transpose(1, 0, 2), aspect="auto", interpolation="nearest")
     one = colours[0] if len(set(colours)) == 1 else GREY
     scale = ScalarMappable(norm, LinearSegmentedColormap.from_list("shades", ["white", one]))
@@ -146,7 +150,7 @@ def _shades(figure: Any, axes: Any, counts: np.ndarray, colours: Sequence[str]) 
 
 def _name_domains(middle: Any, top: Any, domains: Sequence[str], colours: Sequence[str], cell: float) -> None:
     """A line between neighbours and the names above, slanted where they are wider than their clients."""
-    rooms = {name: cell * domains.count(name) for name in domains}
+    rooms = {name: cell * count for name, count in Counter(domains).items()}
     slanted = any(room < 0.09 * len(_short(name)) for name, room in rooms.items())
     for name, colour in dict(zip(domains, colours, strict=True)).items():
         first, count = domains.index(name), domains.count(name)
@@ -181,8 +185,12 @@ def _every(room: float, needed: float) -> int:
     return next((step for step in steps if step * room >= needed), steps[-1])
 
 
-def _thick(bars: int) -> float:
-    return 0.75 if bars <= 2 * BUBBLES else 1.0  # no gaps where they are less than a pixel
+def _bars(axes: Any, first: int, lengths: np.ndarray, colour: str, lying: bool = False) -> None:
+    if len(lengths) <= 2 * BUBBLES:
+        (axes.barh if lying else axes.bar)(first + np.arange(len(lengths)), lengths, 0.75, color=colour)
+    else:  # one outline: gaps would be less than a pixel, and thousands of bars take seconds
+        edges = first - 0.5 + np.arange(len(lengths) + 1)
+        axes.stairs(lengths, edges, orientation="horizontal" if lying else "vertical", fill=True, color=colour)
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,117 @@
+"""What clients keep between their rounds (MOON's previous model, a private extractor): on disk, so that main memory
+does not grow with the clients.
+
+A generation of a client's memory is one file, named after the round that wrote it and never changed. A checkpoint names
+the generation of each client, so it costs nothing but what is new; a generation goes when neither a kept checkpoint nor
+the present refers to it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, RunError
+from .files import DamagedFile, is_whole, load_tensors, save_tensors
+from .methods.base import Tensors
+
+GB = 10**9
+Generations = dict[int, int]  # client -> the round that wrote its memory
+
+
+def generations_of(checkpoint: Mapping[str, Any]) -> Generations:
+    """Those that a checkpoint's JSON file names."""
+    return {int(k): round for k, round in checkpoint.get("memories", {}).items()}
+
+
+class ClientMemories(Mapping[int, Tensors]):
+    """client -> named tensors, read from disk when they are asked for."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Without a folder, a temporary one that goes with this object."""
+        self._folder = folder
+        self.generations: Generations = {}
+        self.pinned: set[tuple[int, int]] = set()  # what checkpoints refer to
+
+    def __getitem__(self, k: int) -> Tensors:
+        try:
+            return load_tensors(self._path(k, self.generations[k]))[0]
+        except (OSError, DamagedFile) as error:
+            raise RunError(f"what client {k} remembers is lost: {error}") from None
+
+    def __contains__(self, k: object) -> bool:
+        return k in self.generations
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generations)
+
+    def __len__(self) -> int:
+        return len(self.generations)
+
+    def store(self, k: int, round: int, tensors: Tensors) -> None:
+        before = self.generations.get(k)
+        save_tensors(self._path(k, round), tensors)
+        self.generations[k] = round
+        if before is not None and before != round and (k, before) not in self.pinned:
+            self._path(k, before).unlink(missing_ok=True)
+
+    def has(self, generations: Generations) -> bool:
+        """Whether all of them are there, each as long as it was written."""
+        return all(is_whole(self._path(k, round)) for k, round in generations.items())
+
+    def prune(self, pinned: set[tuple[int, int]]) -> None:
+        """Keep what checkpoints refer to, and the present."""
+        self.pinned = pinned
+        if self._folder is not None and self._folder.exists():
+            wanted = {self._path(k, round) for k, round in pinned | set(self.generations.items())}
+            for path in self._folder.iterdir():
+                if path not in wanted:
+                    path.unlink()
+
+    def _path(self, k: int, round: int) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedhpro-memories-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder / f"client-{k}-round-{round}.safetensors"
+
+
+def most_files(clients: int, per_round: int, rounds: int, checkpoint_every: int, keep_checkpoints: int) -> int:
+    """How many generations there can be at once: one of every client, and what each kept checkpoint holds back."""
+    between = min(clients, per_round * checkpoint_every)  # clients that change from one checkpoint to the next
+    return min(per_round * rounds, clients + keep_checkpoints * between)
+
+
+def check_budget(each: int, files: int, budget: float) -> None:
+    """Refuse a run whose client memories may come to more than the budget, before anything is written."""
+    if each * files > budget * GB:
+        raise ConfigError(
+            f"{_need(each, files)}, and memory_budget is {budget:g} GB: raise it, or lower clients, participation, "
+            "keep_checkpoints or checkpoint_every"
+        )
+
+
+def check_disk(each: int, files: int, folder: Path) -> None:
+    """The same for the disk that the folder is or will be on; what the folder holds already is counted as free."""
+    held = sum(path.stat().st_size for path in folder.iterdir()) if folder.exists() else 0
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free + held
+    if each * files > free:
+        raise ConfigError(
+            f"{_need(each, files)}, and {place} has {_size(free)} free: choose another folder with out, or lower "
+            "clients, participation, keep_checkpoints or checkpoint_every"
+        )
+
+
+def _need(each: int, files: int) -> str:
+    return (
+        f"the memories of clients may take {_size(each * files)} on disk "
+        f"({_size(each)} each, {files:,} of them with those that checkpoints hold)"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GB:.1f} GB" if count >= GB else f"{count / 10**6:.1f} MB"
