@@ -49,7 +49,7 @@ class LocalClient:
         """One epoch of augmented batches."""
         for rows in epoch(len(self.data), batch_size, rng):
             rows = rows.to(self.data.y.device)
-            yield self.transform.batch(self.data.x, rows, rng), self.data.y[rows]
+            yield self.transform.batch(self.data.x, rows, rng), self.data.y.index_select(0, rows)
 
     def _some_of_each_class(self, limit: int) -> Tensor:
         order = torch.randperm(len(self.data), generator=self.rng)
