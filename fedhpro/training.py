@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from .data.sources import Split
 from .methods.base import Method, Tensors
 from .models.base import Net
 from .randomness import generator
+from .sgd import SGD
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,23 @@ def step(
     net: Net,
     frozen: dict[str, Net],
     method: Method,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | SGD,
     x: Tensor,
     y: Tensor,
     context: Tensors,
 ) -> Tensors:
     terms = method.loss(net, frozen, x, y, context)
     optimizer.zero_grad()
-    torch.stack(list(terms.values())).sum().backward()
+    functools.reduce(torch.add, terms.values()).backward()
     optimizer.step()
     return {name: term.detach() for name, term in terms.items()}
 
 
-def make_optimizer(net: Net, settings: LocalSettings, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(net: Net, settings: LocalSettings, lr: float) -> torch.optim.Optimizer | SGD:
     """A new one each round: momentum does not cross rounds."""
     if settings.optimizer == "adam":
         return torch.optim.Adam(net.parameters(), lr, weight_decay=settings.weight_decay, fused=True)
-    return torch.optim.SGD(net.parameters(), lr, settings.momentum, weight_decay=settings.weight_decay, fused=True)
+    return SGD(net.parameters(), lr, settings.momentum, settings.weight_decay)
 
 
 class Bench:
