@@ -22,8 +22,8 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/rounds.py
-	$(BIN)/python benchmarks/batches.py
+	$(BIN)/fedhpro bench rounds
+	$(BIN)/fedhpro bench batches
 
 setup: $(VENV)/.ready
 

@@ -1,4 +1,4 @@
-"""The command line: fedhpro run, resume, compare, predict, export, methods, data."""
+"""The command line: fedhpro run, resume, compare, predict, export, methods, data, bench."""
 
 from __future__ import annotations
 
@@ -238,6 +238,18 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
     for fact in rehearse(name):
         table.add_row(fact.where, fact.name, fact.shape, f"{fact.bytes:,}")
     out.print(table)
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="cpu, gpu, growth, rounds, batches or all.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")] = False,
+    out_folder: Annotated[Path, typer.Option("--out", help="Where JSON and plots go.")] = Path("benchmarks/results"),
+) -> None:
+    """Measure speed on this machine; cpu is beside other frameworks, which it installs into the cache."""
+    from .bench import run
+
+    run(what, quick, out_folder, out)
 
 
 def _train(config: Config, quiet: bool, as_json: bool) -> None:

@@ -41,16 +41,16 @@ class LocalClient:
             x = (
                 self.transform.batch(self.data.x, part, self.rng)
                 if augment
-                else self.transform.plain(self.data.x[part])
+                else self.transform.plain(self.data.x.index_select(0, part))
             )
             z.append(self.net.features(x))
-        return torch.cat(z), self.data.y[rows]
+        return torch.cat(z), self.data.y.index_select(0, rows)
 
     def batches(self, batch_size: int, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """One epoch of augmented batches."""
         for rows in epoch(len(self.data), batch_size, rng):
             rows = rows.to(self.data.y.device)
-            yield self.transform.batch(self.data.x, rows, rng), self.data.y[rows]
+            yield self.transform.batch(self.data.x, rows, rng), self.data.y.index_select(0, rows)
 
     def _some_of_each_class(self, limit: int) -> Tensor:
         order = torch.randperm(len(self.data), generator=self.rng)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from .data.sources import Split
 from .methods.base import Method, Tensors
 from .models.base import Net
 from .randomness import generator
+from .sgd import SGD
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def step(
     net: Net,
     frozen: dict[str, Net],
     method: Method,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | SGD,
     x: Tensor,
     y: Tensor,
     context: Tensors,
@@ -76,20 +78,18 @@ def step(
     """One step of any method; its terms are added to `totals`. A GPU engine captures exactly this."""
     terms = method.loss(net, frozen, x, y, context)
     optimizer.zero_grad()
-    torch.stack(list(terms.values())).sum().backward()
+    functools.reduce(torch.add, terms.values()).backward()
     optimizer.step()
     for name, term in terms.items():
         totals[name] = totals[name].add_(term.detach()) if name in totals else term.detach().clone()
 
 
-def make_optimizer(net: Net, settings: LocalSettings, lr: float | Tensor) -> torch.optim.Optimizer:
+def make_optimizer(net: Net, settings: LocalSettings, lr: float | Tensor) -> torch.optim.Optimizer | SGD:
     """A new one each round: momentum does not cross rounds. A rate in a tensor can change under a captured step."""
-    if settings.optimizer == "adam":
-        captured = isinstance(lr, Tensor)
-        return torch.optim.Adam(
-            net.parameters(), lr, weight_decay=settings.weight_decay, fused=True, capturable=captured
-        )
-    return torch.optim.SGD(net.parameters(), lr, settings.momentum, weight_decay=settings.weight_decay, fused=True)
+    if settings.optimizer == "sgd":
+        return SGD(net.parameters(), lr, settings.momentum, settings.weight_decay)
+    capturable = isinstance(lr, Tensor)
+    return torch.optim.Adam(net.parameters(), lr, weight_decay=settings.weight_decay, fused=True, capturable=capturable)
 
 
 class Bench:

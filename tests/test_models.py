@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhpro.models import MODELS, Dropout, Net, build
+from fedhpro.models.cnn import halve
 
 IMAGE_MODELS = [name for name in MODELS if name != "textcnn"]
 NATURAL = {"cnn": 512, "mobilenetv2": 1280, "googlenet": 1024, "textcnn": 300}
@@ -112,6 +113,17 @@ def test_cnn_matches_its_description() -> None:
     x = F.max_pool2d(F.relu(F.conv2d(x, net.conv1.weight, net.conv1.bias)), 2)  # type: ignore[union-attr, arg-type]
     x = F.max_pool2d(F.relu(F.conv2d(x, net.conv2.weight, net.conv2.bias)), 2)  # type: ignore[union-attr, arg-type]
     torch.testing.assert_close(net.features(batch("cnn")), F.relu(net.hidden(x.flatten(1))))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("side", [24, 25])
+def test_the_max_pool_of_the_cnn_is_that_of_torch(side: int) -> None:
+    start = torch.randn(4, 16, side, side, generator=torch.Generator().manual_seed(0)).relu()  # with ties, at 0
+    ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
+    pooled, expected = halve(ours), F.max_pool2d(theirs, 2)
+    pooled.backward(start[:, :, : side // 2, : side // 2])
+    expected.backward(start[:, :, : side // 2, : side // 2])
+    assert torch.equal(pooled, expected)
+    assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
 
 
 def test_textcnn_has_no_stages() -> None:

@@ -1,0 +1,56 @@
+"""Speed on this machine: each bench is a module with a function of its own name, imported when it is asked for.
+
+    cpu      seconds a round beside other frameworks, which it installs
+    gpu      milliseconds a step and seconds a round on a GPU
+    growth   time and memory as clients, classes and features grow
+    rounds   workers, and what FedHPro costs beside FedAvg
+    batches  augmented samples per second beside a DataLoader
+
+A bench returns what it found as a dict, for JSON. Where it has `show` and `draw`, they print and plot that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import ConfigError
+from ..files import write_atomically
+from . import machine
+
+BENCHES = ("cpu", "gpu", "growth", "rounds", "batches")
+
+
+def run(name: str, quick: bool, out: Path, console: Console) -> None:
+    """Measure, print, and keep NAME.json and maybe NAME.png in `out`; `all` is one after the other."""
+    import torch
+
+    if name not in (*BENCHES, "all"):
+        raise ConfigError(f"there is no bench {name!r}: choose one of {', '.join(BENCHES)}, all")
+    if name == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no GPU on this machine")
+    for one in BENCHES if name == "all" else (name,):
+        if one == "gpu" and not torch.cuda.is_available():
+            console.print("gpu: torch sees no GPU on this machine")
+        else:
+            _measure(one, quick, out, console)
+
+
+def _measure(name: str, quick: bool, out: Path, console: Console) -> None:
+    bench = importlib.import_module(f".{name}", __name__)
+    before = machine.describe()
+    found: dict[str, Any] = {"machine": before, "quick": quick, **getattr(bench, name)(quick)}
+    found["machine"]["load_after"] = machine.load()
+    written = [out / f"{name}.json"]
+    write_atomically(written[0], json.dumps(found, indent=1) + "\n")
+    if hasattr(bench, "draw"):
+        written.append(out / f"{name}.png")
+        bench.draw(found, written[1])
+    if hasattr(bench, "show"):
+        bench.show(found, console)
+    where = f"{machine.sentence(found['machine'])}; wrote {', '.join(map(str, written))}"
+    console.print(where, highlight=False, soft_wrap=True)

@@ -26,11 +26,11 @@ class Part:
 
     @property
     def x(self) -> Tensor:
-        return self.pool.x[self.rows]
+        return self.pool.x.index_select(0, self.rows)
 
     @property
     def y(self) -> Tensor:
-        return self.pool.y[self.rows]
+        return self.pool.y.index_select(0, self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)

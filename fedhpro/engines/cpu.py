@@ -117,8 +117,8 @@ class WorkerPool:
         free = [list(range(self.SLOTS)) for _ in self.workers]
         done: dict[int, tuple[int, int, Answer]] = {}
         deaths = Counter[int]()
-        turn = 0
-        while turn < len(clients):
+
+        def hand_out() -> None:
             for number, worker in enumerate(self.workers):
                 if waiting and free[number] and worker.task is None:
                     order, slot = waiting.pop(), free[number].pop()
@@ -126,6 +126,10 @@ class WorkerPool:
                     memory = memories.get(k, {})
                     self.slots[number][slot][0].write(memory, self.trainer.kind(k))
                     worker.give((order, slot), ("train", round, k, slot, bool(memory)))
+
+        turn = 0
+        while turn < len(clients):
+            hand_out()
             for number, (order, slot), error in self._finished():
                 k = clients[order]
                 if isinstance(error, Death):
@@ -138,6 +142,7 @@ class WorkerPool:
                     error = f"its training ended {self.ATTEMPTS} worker processes, the last {error}"
                 _, upload, memory_out = self.slots[number][slot]
                 done[order] = (number, slot, Answer(k, upload.form(), memory_out.form(self.trainer.kind(k)), error))
+            hand_out()  # so that nobody is idle while uploads are folded in
             while turn in done:
                 number, slot, answer = done.pop(turn)
                 yield answer

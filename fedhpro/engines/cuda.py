@@ -24,6 +24,7 @@ from ..data.clients import Samples
 from ..data.sources import Split
 from ..methods.base import Tensors
 from ..models.base import ConvNorm, Net
+from ..sgd import SGD
 from ..training import Bench, LocalSettings, LocalTrainer, copy_into, make_optimizer, step, train
 from .cpu import Answer, InProcess, Memories
 
@@ -313,6 +314,8 @@ class Seat:
         return [*self.bench.values.values(), *self.optimizer_state(), *self.totals.values(), self.slot.at]
 
     def optimizer_state(self) -> list[Tensor]:
+        if isinstance(self.optimizer, SGD):
+            return self.optimizer.velocity
         return [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 

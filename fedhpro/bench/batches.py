@@ -1,7 +1,5 @@
 """Samples per second of augmented batches, beside a torch DataLoader that does the same work on the same arrays.
 
-python benchmarks/batches.py        prints a table and writes benchmarks/results/batches.json; 15 seconds
-
 The work: random crop (padding an eighth of the side), random flip, normalisation, batches of 64, one torch thread. The
 data set of the DataLoader does it sample by sample, as data sets do; its workers live on from epoch to epoch. Where
 there is a GPU, batches end up on it: ours from bytes that are there, the DataLoader's by a copy from pinned memory.
@@ -9,22 +7,21 @@ there is a GPU, batches end up on it: ours from bytes that are there, the DataLo
 
 from __future__ import annotations
 
-import json
-import platform
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fedhpro.config import available_cores
-from fedhpro.data.batches import Transform, epoch
+from ..data.batches import Transform, epoch
 
-BATCH, EPOCHS = 64, 4  # the first epoch warms up and is left out
+BATCH = 64
 SIZES = {32: 10_000, 64: 4_000}  # side of the images: how many
+BASE = "DataLoader, 0 workers"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -72,9 +69,9 @@ def loader(x: Tensor, y: Tensor, crop: int, workers: int) -> Callable[[], Batche
     return lambda: ((images.to(DEVICE, non_blocking=True), labels.to(DEVICE)) for images, labels in batches)
 
 
-def samples_per_second(one_epoch: Callable[[], Batches], count: int) -> float:
+def samples_per_second(one_epoch: Callable[[], Batches], count: int, epochs: int) -> float:
     times = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         started, seen = time.perf_counter(), 0
         for _, labels in one_epoch():
             seen += len(labels)
@@ -85,10 +82,10 @@ def samples_per_second(one_epoch: Callable[[], Batches], count: int) -> float:
     return count / min(times[1:])
 
 
-def main() -> None:
+def batches(quick: bool = False) -> dict[str, Any]:
+    threads, epochs = torch.get_num_threads(), 2 if quick else 4  # the first warms up and is left out
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
-    print(f"samples per second on {DEVICE.type}, best of {EPOCHS - 1} epochs; 1.0 is the DataLoader without workers")
     for side, count in SIZES.items():
         rng = torch.Generator().manual_seed(side)
         x = torch.randint(0, 256, (count, 3, side, side), generator=rng, dtype=torch.uint8)
@@ -96,27 +93,19 @@ def main() -> None:
         cases = {
             "fedhpro": ours(x, y, Transform(MEAN, STD, crop, flip=True)),
             "fedhpro, and AutoAugment": ours(x, y, Transform(MEAN, STD, crop, flip=True, augment="auto")),
-            "DataLoader, 0 workers": loader(x, y, crop, 0),
+            BASE: loader(x, y, crop, 0),
             "DataLoader, 2 workers": loader(x, y, crop, 2),
         }
-        speeds = {name: samples_per_second(one_epoch, count) for name, one_epoch in cases.items()}
+        speeds = {name: round(samples_per_second(case, count, epochs)) for name, case in cases.items()}
+        found[f"{side}x{side}"] = dict(speeds)
+    torch.set_num_threads(threads)
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    return {"device": device, "samples_per_second": found}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    console.print(f"samples per second on {found['device']}; 1.0 is the DataLoader without workers", highlight=False)
+    for size, speeds in found["samples_per_second"].items():
         for name, speed in speeds.items():
-            same_work = name != "fedhpro, and AutoAugment"
-            ratio = f"{speed / speeds['DataLoader, 0 workers']:6.1f}" if same_work else "     -"
-            print(f"  {side}x{side}  {name:26} {speed:10,.0f}   {ratio}")
-        found[f"{side}x{side}"] = speeds
-    machine = {
-        "cores": available_cores(),
-        "cpu": platform.processor() or platform.machine(),
-        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
-    name = "batches.json" if DEVICE.type == "cpu" else "batches-cuda.json"
-    out = Path(__file__).parent / "results" / name
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps({"machine": machine, "samples_per_second": found}, indent=2) + "\n")
-    print(f"wrote {out}")
-
-
-if __name__ == "__main__":
-    main()
+            ratio = "-" if "AutoAugment" in name else f"{speed / speeds[BASE]:.1f}"  # that is more work
+            console.print(f"  {size}  {name:26} {speed:10,.0f}  {ratio:>6}", highlight=False)
