@@ -1,4 +1,4 @@
-"""The command line: fedhpro run, resume, compare, predict, export, methods, data, bench."""
+"""The command line: fedhpro run, resume, compare, costs, predict, export, methods, data, bench."""
 
 from __future__ import annotations
 
@@ -137,9 +137,7 @@ def compare(
     """
     from . import comparison, runs
 
-    arguments = arguments or []
-    names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
-    common = parse(a for a in arguments if a not in names)
+    names, common = _methods_and_keys(arguments or [])
     names = [*(comparison.ALL if everything else ()), *names]
     if not names:
         raise ConfigError("name at least one method, or give --all")
@@ -165,6 +163,40 @@ def compare(
         out.print(f"saved in {found.folder}: comparison.md, comparison.json, curves.png", highlight=False)
     if any(result.status == "interrupted" for results in found.results.values() for result in results):
         raise typer.Exit(130)
+
+
+@app.command()
+def costs(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[METHOD]... [KEY=VALUE]...",
+            help="Methods, each maybe with settings of its own (fedhpro:uplink=probabilities), then keys for all.",
+            show_default=False,
+        ),
+    ] = None,
+    measure: Annotated[int, typer.Option(min=0, help="Also run so many rounds of each, in turns, for seconds.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """What a round costs with each method: values and bytes sent, FLOPs, seconds (the paper's Table 4).
+
+    On Digits with the paper's settings where that data is at hand, else on digits-lite with the main job's.
+    """
+    from . import costs as table_4
+    from .comparison import ALL
+
+    names, keys = _methods_and_keys(arguments or [])
+    if "method" in keys:
+        raise ConfigError("method is not a key here: name the methods, as in `fedhpro costs fedavg fedhpro`")
+    names, keys = names or list(ALL), table_4.usual_keys(keys) | keys
+    config = configure(**(keys | {"method": "fedavg"}))
+    bring(config.data)
+    rows = table_4.costs(keys, names, measure)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    title = f"a round of all clients on {config.data} with {config.model}, E={config.local_epochs}"
+    out.print(table_4.table(rows, f"{title}; ratios are to {names[0]}"))
 
 
 @app.command()
@@ -266,7 +298,7 @@ def _callbacks(quiet: bool, as_json: bool) -> list[Any]:
 
 
 def _finish(result: Any, quiet: bool, as_json: bool) -> None:
-    from .progress import result_table, trouble
+    from .progress import cost_lines, result_table, trouble
 
     if not result.history:
         err.print(f"interrupted before the first round was done: nothing to show; {result.folder} can be resumed")
@@ -280,6 +312,8 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         print(f"AVG {found['final']:.2f}  best {found['best']:.2f}  last5 {found['last5']:.2f}  {result.folder}")
     else:
         out.print(result_table(result))
+        for line in cost_lines(result):
+            out.print(line, highlight=False, soft_wrap=True)
         out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
         files = [
             name
@@ -293,6 +327,12 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
         raise typer.Exit(130)
+
+
+def _methods_and_keys(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """What names a row (fedhpro, fedhpro:M=0), and the key=value of all rows."""
+    names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
+    return names, parse(a for a in arguments if a not in names)
 
 
 def _seeds(text: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import data, models, wire
+from . import accounting, data, models, wire
 from .config import Config, worker_count
 from .data.autoaugment import PolicyName
 from .data.batches import Transform
@@ -66,6 +66,8 @@ class Federation:
             config.seed,
             choose_device(config),
         )
+        self.watch = accounting.Stopwatch()  # of the last round
+        self.server_flops: int | None = None  # of an aggregation
         # what the server owns
         self.round = 0
         self.stalled = 0
@@ -84,7 +86,7 @@ class Federation:
         elif workers == 0:
             self.engine = InProcess(self.trainer)
         else:
-            self.engine = WorkerPool(self.trainer, workers, self.sent(), self._upload, self._memory_forms)
+            self.engine = WorkerPool(self.trainer, workers, self.sent(), self.upload, self._memory_forms)
         return self
 
     def _gpu_engine(self, workers: int) -> Engine:
@@ -129,12 +131,14 @@ class Federation:
     @torch.no_grad()
     def next_round(self, on_client: Callable[[int, int], None] | None = None) -> Record:
         assert self.engine is not None, "use the federation in a with statement"
-        number = self.round + 1
+        number, watch = self.round + 1, accounting.Stopwatch()
         sent, chosen = self.sent(), self.sample(number)
         average, reports, losses = wire.Mean(), wire.Stack(len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
+        watch.lap("send")
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
+                watch.lap("train")
                 reason = answer.error or wire.problem(answer.upload, self.schema)
                 if reason is None:
                     self._accept(answer.upload, average, reports, losses)
@@ -145,10 +149,13 @@ class Federation:
                     refused.append({"client": answer.client, "reason": reason})
                 if on_client:
                     on_client(done, len(chosen))
+                watch.lap("fold")
+        watch.lap("train")
         enough = reports.count >= self.config.min_clients
         self.stalled = 0 if enough else self.stalled + 1
         if enough:
             self._aggregate(number, average, reports)
+        watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
         if losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
@@ -156,9 +163,10 @@ class Federation:
         record |= {"bytes_down": wire.num_bytes(sent) * len(chosen), "bytes_up": bytes_up}
         if number % self.config.evaluate_every == 0 or number == self.config.rounds:
             record |= self.evaluate()
+            watch.lap("evaluate")
         if self.engine.restarted:
             record["restarted"], self.engine.restarted = self.engine.restarted, []
-        self.round = number
+        self.round, self.watch = number, watch
         return record
 
     def sample(self, number: int) -> list[int]:
@@ -170,7 +178,7 @@ class Federation:
     def evaluate(self) -> Record:
         """Accuracies of the current state, as the config asks for them."""
         assert self.engine is not None
-        tests = self._tests()
+        tests = self.tests()
         results = list(zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True))
         untested = [{"client": test.owner, "test": test.name} for test, result in results if not result]
         record: Record = {"untested": untested} if untested else {}
@@ -238,7 +246,11 @@ class Federation:
     def _aggregate(self, number: int, average: wire.Mean, reports: wire.Stack) -> None:
         averaged, stacked = average.result(), reports.result()
         rng = generator(self.config.seed, "aggregate", number)
-        self.state, override = self.method.aggregate(self.state, averaged, stacked, rng)
+        arguments = self.state, averaged, stacked, rng
+        if self.server_flops is None:
+            (self.state, override), self.server_flops = accounting.counted(self.method.aggregate, *arguments)
+        else:
+            self.state, override = self.method.aggregate(*arguments)
         self.model = averaged | override
 
     def _rehearse(self) -> None:
@@ -256,8 +268,8 @@ class Federation:
                 pairs = [self.trainer.update_on(Split(noise, labels), one_step, 0, k, self.sent(), {}) for k in kinds]
             except NotImplementedError as error:  # a model that lacks what the method asks of it
                 raise ConfigError(f"method={self.config.method} with model={self.config.model}: {error}") from None
-        self._upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
-        self.schema = wire.schema_of(self._upload)
+        self.upload, self._memory_forms = pairs[0][0], [memory for _, memory in pairs]
+        self.schema = wire.schema_of(self.upload)
 
     def _test_sets(self) -> dict[str, Samples]:
         sets: dict[str, Samples] = {}
@@ -268,7 +280,7 @@ class Federation:
             sets |= {f"{HELD_OUT}{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out)}
         return sets
 
-    def _tests(self) -> list[Test]:
+    def tests(self) -> list[Test]:
         """The global model on every set; or, where models stay with the clients, each on its own domain's."""
         if self.exchange == "model":
             return [Test(name) for name in self.trainer.tests]

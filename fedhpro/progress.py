@@ -120,6 +120,21 @@ def result_table(result: Result) -> Table:
     return table
 
 
+def cost_lines(result: Result) -> list[str]:
+    """Bytes and FLOPs; then seconds by phase and peak memory. costs.json has the details."""
+    costs, history = result.costs, result.history
+    taking_part = max(1, sum(len(record["clients"]) for record in history))
+    down, up = (sum(record[name] for record in history) / taking_part / 1e6 for name in ("bytes_down", "bytes_up"))
+    flops = costs.get("flops", {})
+    counted = ", ".join(f"{name} {flops[name]:.3g}" for name in flops if name not in ("step", "error"))
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in costs.get("seconds", {}).items() if value >= 0.05)
+    memory = ", ".join(f"{name.replace('_', ' ')} {value:,.0f}" for name, value in costs.get("peak_mb", {}).items())
+    return [
+        f"per client and round {down:.3g} MB down, {up:.3g} MB up; FLOPs: {counted or 'not counted'}",
+        f"seconds: {seconds}; peak MB: {memory}",
+    ]
+
+
 def trouble(result: Result) -> str | None:
     """One sentence where uploads were refused: a diverged run must not pass for a finished one."""
     refused = sum(len(record["refused"]) for record in result.history)

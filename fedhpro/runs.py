@@ -3,11 +3,12 @@
 config.toml              every key, as validated
 holdings.png             who holds what
 metrics.jsonl            one record a round; the same bytes for the same config on CPU
-timings.jsonl            seconds a round, which are not
+timings.jsonl            seconds a round, by phase, which are not
 checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
 memories/                what clients keep between their rounds, where they do: a file for each client and round
 model.safetensors .json  the global model and how to use it (of texts: tokenizer.json too)
 server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
+costs.json               bytes by tensor, FLOPs, seconds by phase, peak memory
 result.json curves.png MODEL_CARD.md
 """
 
@@ -21,7 +22,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from . import __version__
+from . import __version__, accounting
 from . import config as configuration
 from .callbacks import Callback
 from .config import Config, configure
@@ -54,6 +55,7 @@ class Result:
     config: Config
     history: list[Record]
     status: str  # running, finished, interrupted, failed
+    costs: Record = field(default_factory=dict)  # seconds by phase, peak memory, FLOPs; there when the run has ended
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -141,9 +143,11 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
             started = time.perf_counter()
             for record in federation.rounds(on_client):
                 history.append(record)
-                folder.add_round(record, time.perf_counter() - started)
+                folder.add_round(record)
                 if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
                     folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
+                federation.watch.lap("save")
+                folder.add_timing(record["round"], time.perf_counter() - started, federation.watch.seconds)
                 done = federation.model, federation.state
                 for callback in callbacks:
                     callback.round(record)
@@ -198,14 +202,17 @@ class RunFolder:
 
         draw_holdings(federation.clients, federation.source.classes, self.path / "holdings.png")
 
-    def add_round(self, record: Record, seconds: float) -> None:
-        self._append(self.metrics, record)
-        self._append(self.timings, {"round": record["round"], "seconds": round(seconds, 4)})
+    def add_round(self, record: Record) -> None:
+        self._append(self.metrics, record, safely=True)
 
-    def records(self) -> list[Record]:
+    def add_timing(self, number: int, seconds: float, phases: Mapping[str, float]) -> None:
+        phases = {phase: round(value, 4) for phase, value in phases.items()}
+        self._append(self.timings, {"round": number, "seconds": round(seconds, 4), "phases": phases})
+
+    def records(self, path: Path | None = None) -> list[Record]:
         """The metrics so far; a last line that was cut off while it was written is left out."""
-        found: list[Record] = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
+        path, found = path or self.metrics, list[Record]()
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:
@@ -219,11 +226,10 @@ class RunFolder:
                 path.unlink()
                 path.with_suffix(".safetensors").unlink(missing_ok=True)
         self._prune_memories()
-        kept = [record for record in self.records() if record["round"] <= last_round]
         for path in (self.metrics, self.timings):
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            write_atomically(path, "".join(line + "\n" for line in lines[: len(kept)]))
-        return kept
+            kept = [record for record in self.records(path) if record["round"] <= last_round]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        return self.records()
 
     def save_checkpoint(self, tensors: Tensors, meta: Record, keep: int) -> None:
         path = self.checkpoints / f"round-{meta['round']:06d}.safetensors"
@@ -264,6 +270,9 @@ class RunFolder:
             self._save_model(federation)
         if federation.state:
             save_tensors(self.path / "server.safetensors", federation.state)
+        result.costs = accounting.run_costs(federation, result.history, self.records(self.timings))
+        table = accounting.tensor_table(federation.sent(), federation.upload)
+        write_atomically(self.path / "costs.json", json.dumps(result.costs | {"tensors": table}, indent=2) + "\n")
         write_atomically(self.path / "result.json", json.dumps(self._summary(federation, result), indent=2) + "\n")
         if result.accuracy:
             draw_curves([self.path], self.path / "curves.png")
@@ -271,7 +280,6 @@ class RunFolder:
 
     def _summary(self, federation: Federation, result: Result) -> Record:
         last = result.history[-1]
-        timings = [json.loads(line) for line in self.timings.read_text(encoding="utf-8").splitlines()]
         return {
             "status": result.status,
             "method": result.config.method,
@@ -287,7 +295,8 @@ class RunFolder:
             "bytes_up": sum(record["bytes_up"] for record in result.history),
             "bytes_down": sum(record["bytes_down"] for record in result.history),
             "refused": sum(len(record["refused"]) for record in result.history),
-            "seconds": round(sum(timing["seconds"] for timing in timings), 2),
+            "seconds": round(sum(timing["seconds"] for timing in self.records(self.timings)), 2),
+            "costs": result.costs,
             "versions": {"fedhpro": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
@@ -324,11 +333,12 @@ class RunFolder:
         write_atomically(self.path / "model.json", json.dumps(about, indent=2) + "\n")
 
     @staticmethod
-    def _append(path: Path, record: Record) -> None:
+    def _append(path: Path, record: Record, safely: bool = False) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            if safely:  # it is there even if the machine stops now
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _new_path(config: Config) -> Path:

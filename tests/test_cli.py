@@ -53,7 +53,7 @@ def test_run_prints_progress_a_table_and_where_things_are(finished):
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         "config.toml", "metrics.jsonl", "timings.jsonl", "checkpoints", "model.safetensors", "model.json",
-        "server.safetensors", "result.json", "curves.png", "MODEL_CARD.md",
+        "server.safetensors", "result.json", "costs.json", "curves.png", "MODEL_CARD.md",
     }  # fmt: skip
     assert tomllib.loads((folder / "config.toml").read_text())["M"] == 30
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
