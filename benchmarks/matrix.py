@@ -29,7 +29,7 @@ def one(job: dict[str, Any], out: Path) -> None:
     keys = {name: value for name, value in job.items() if name != "name"}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        done = fedhpro.run(keys | {"out": str(run), "workers": 0, "checkpoint_every": 10**6})
+        done = fedhpro.run(keys | {"out": str(run), "checkpoint_every": 10**6})
         shutil.copy(run / "metrics.jsonl", out / f"{job['name']}.jsonl")
         shutil.copy(run / "result.json", out / f"{job['name']}.json")
         if job.get("keep_model"):

@@ -188,7 +188,7 @@ def run_costs(federation: Federation, history: Sequence[Record], timings: Sequen
     names = dict.fromkeys(name for phase in phases for name in phase)
     found: Record = {
         "seconds": {name: round(sum(phase.get(name, 0.0) for phase in phases), 2) for name in names},
-        "peak_mb": peak_memory_mb([process.pid for process in getattr(federation.engine, "processes", [])]),
+        "peak_mb": peak_memory_mb([worker.process.pid for worker in getattr(federation.engine, "workers", [])]),
     }
     try:
         each = client_flops(federation)

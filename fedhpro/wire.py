@@ -58,46 +58,33 @@ class Mean:
     """The weighted mean of uploads (Eq 1), folded in one at a time, in float64 so that their number does not matter."""
 
     def __init__(self) -> None:
-        self.total: dict[Kind, Tensor] = {}
-        self.like: Tensors = {}
+        self.shapes: dict[str, torch.Size] = {}
+        self.total = torch.zeros(0)
         self.weight = 0.0
 
     def add(self, tensors: Tensors, weight: float) -> None:
-        for kind, flat in _flat(tensors).items():
-            if kind not in self.total:
-                self.total[kind] = torch.zeros_like(flat, dtype=torch.float64)
-            self.total[kind].add_(flat, alpha=weight)
-        self.like, self.weight = tensors, self.weight + weight
+        if not self.shapes:
+            self.shapes = {name: value.shape for name, value in tensors.items()}
+        if self.shapes:
+            flat = torch.cat([tensors[name].reshape(-1) for name in self.shapes])  # one operation instead of many
+            if self.weight == 0:
+                self.total = torch.zeros_like(flat, dtype=torch.float64)
+            self.total.add_(flat, alpha=weight)
+        self.weight += weight
 
     def result(self) -> Tensors:
         """In main memory."""
-        means = {kind: (total / self.weight).to("cpu", torch.float32) for kind, total in self.total.items()}
-        result, at = {}, dict.fromkeys(means, 0)
-        for name, value in self.like.items():
-            kind = _kind(value)
-            result[name] = means[kind][at[kind] : at[kind] + value.numel()].view(value.shape)
-            at[kind] += value.numel()
-        return result
-
-
-Kind = tuple[torch.device, torch.dtype]
-
-
-def _kind(value: Tensor) -> Kind:
-    return value.device, value.dtype
-
-
-def _flat(tensors: Tensors) -> dict[Kind, Tensor]:
-    """All tensors of a device and a type one after the other: one operation instead of one for each."""
-    groups: dict[Kind, list[Tensor]] = {}
-    for value in tensors.values():
-        groups.setdefault(_kind(value), []).append(value.reshape(-1))
-    return {kind: torch.cat(group) for kind, group in groups.items()}
+        mean = (self.total / self.weight).to("cpu", torch.float32)
+        parts = mean.split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
 def _first(tensors: Tensors, bad: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the first tensor with a bad value."""
-    if not any(bool(bad(flat).any()) for flat in _flat(tensors).values()):
+    """The name of the first tensor with a bad value. All of a device and type are asked at once: usually none has."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in tensors.values():
+        groups.setdefault((value.device, value.dtype), []).append(value.reshape(-1))
+    if not any(bool(bad(torch.cat(group)).any()) for group in groups.values()):
         return None
     return next(name for name, value in tensors.items() if bool(bad(value).any()))
 

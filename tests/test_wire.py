@@ -186,3 +186,11 @@ def test_a_stack_has_the_uploads_in_order_and_shares_no_memory():
 def test_num_bytes():
     assert wire.num_bytes({}) == 0
     assert wire.num_bytes(upload()) == 4 * 108 + 4 * 4 + 8 * 5 + 1 * 3 + 4 + 8
+
+
+def test_the_mean_goes_by_names_not_by_order():
+    mean = wire.Mean()
+    mean.add({"a": torch.ones(2), "b": torch.zeros(2, 1)}, 1)
+    mean.add({"b": torch.full((2, 1), 4.0), "a": torch.ones(2)}, 3)
+    assert torch.equal(mean.result()["a"], torch.ones(2))
+    assert torch.equal(mean.result()["b"], torch.full((2, 1), 3.0))
