@@ -6,7 +6,8 @@
     rounds   workers, and what FedHPro costs beside FedAvg
     batches  augmented samples per second beside a DataLoader
 
-A bench returns what it found as a dict, for JSON. Where it has `show` and `draw`, they print and plot that.
+A bench returns what it found as a dict, for JSON. `show`, `draw` and `markdown`, where it has them, print and plot it
+and make a page of it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ def _measure(name: str, quick: bool, out: Path, console: Console) -> None:
     before = machine.describe()
     found: dict[str, Any] = {"machine": before, "quick": quick, **getattr(bench, name)(quick)}
     found["machine"]["load_after"] = machine.load()
-    written = [out / f"{name}.json"]
-    write_atomically(written[0], json.dumps(found, indent=1) + "\n")
+    files: dict[Path, str] = {out / f"{name}.json": json.dumps(found, indent=1) + "\n"}
+    if hasattr(bench, "markdown"):
+        files[out / f"{name}.md"] = f"{machine.sentence(found['machine'])}\n\n{bench.markdown(found)}"
+    for path, text in files.items():
+        write_atomically(path, text)
     if hasattr(bench, "draw"):
-        written.append(out / f"{name}.png")
-        bench.draw(found, written[1])
+        bench.draw(found, out / f"{name}.png")
     if hasattr(bench, "show"):
         bench.show(found, console)
-    where = f"{machine.sentence(found['machine'])}; wrote {', '.join(map(str, written))}"
-    console.print(where, highlight=False, soft_wrap=True)
+    console.print(f"{machine.sentence(found['machine'])}; kept in {out}", highlight=False, soft_wrap=True)
