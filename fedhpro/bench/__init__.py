@@ -27,25 +27,23 @@ BENCHES = ("cpu", "gpu", "growth", "rounds", "batches")
 
 
 def run(name: str, quick: bool, out: Path, console: Console) -> None:
-    """Measure, print, and keep NAME.json and maybe NAME.png in `out`; `all` is one after the other."""
+    """Measure, print, and keep NAME.json and maybe more in `out`; `all`: one after the other, what this machine has."""
     import torch
 
     if name not in (*BENCHES, "all"):
         raise ConfigError(f"there is no bench {name!r}: choose one of {', '.join(BENCHES)}, all")
-    if name == "gpu" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no GPU on this machine")
     for one in BENCHES if name == "all" else (name,):
-        if one == "gpu" and not torch.cuda.is_available():
-            console.print("gpu: torch sees no GPU on this machine")
-        else:
+        if one != "gpu" or torch.cuda.is_available():
             _measure(one, quick, out, console)
+        elif name == "gpu":
+            raise ConfigError("torch sees no GPU on this machine")
 
 
 def _measure(name: str, quick: bool, out: Path, console: Console) -> None:
     bench = importlib.import_module(f".{name}", __name__)
-    before = machine.describe()
-    found: dict[str, Any] = {"machine": before, "quick": quick, **getattr(bench, name)(quick)}
-    found["machine"]["load_after"] = machine.load()
+    where = machine.describe()
+    found: dict[str, Any] = getattr(bench, name)(quick) | {"quick": quick}
+    found["machine"] = where | {"load_after": machine.load()}
     files: dict[Path, str] = {out / f"{name}.json": json.dumps(found, indent=1) + "\n"}
     if hasattr(bench, "markdown"):
         files[out / f"{name}.md"] = f"{machine.sentence(found['machine'])}\n\n{bench.markdown(found)}"
@@ -55,4 +53,6 @@ def _measure(name: str, quick: bool, out: Path, console: Console) -> None:
         bench.draw(found, out / f"{name}.png")
     if hasattr(bench, "show"):
         bench.show(found, console)
+    else:
+        console.print_json(data=found)
     console.print(f"{machine.sentence(found['machine'])}; kept in {out}", highlight=False, soft_wrap=True)
