@@ -126,8 +126,8 @@ def test_runs_are_interleaved_and_a_failing_peer_does_not_stop_the_rest(monkeypa
     assert (slow["min"], slow["median"], slow["first"], slow["peak_mb"]) == (4.0, 8.0, 40.0, 100.0)
     assert (slow["ratio"], slow["ratio_min"]) == (4.0, 4.0)
     assert rows["broken", "1 process x 1 thread"]["error"] == "exit code 1: it broke"
-    assert "broken, 1 process x 1 thread: exit code 1: it broke" in printed(found)
-    assert "absent, 1 process x 1 thread: not installed: no such package" in printed(found)
+    assert "broken: 1 process x 1 thread: exit code 1: it broke" in printed(found)
+    assert "absent: 1 process x 1 thread: not installed: no such package" in printed(found)
 
 
 def test_ours_must_not_fail() -> None:
@@ -142,7 +142,10 @@ def test_table_and_plot_of_stored_numbers(tmp_path: Path) -> None:
     text = printed(stored)
     assert re.search(r"fedhpro .* 0\.050 .* 0\.075 .* 1\.00 .* 2\.0 .* -", text)
     assert re.search(r"pfl .* 0\.100 .* 0\.150 .* 2\.00 .* 3\.0 .* 400", text)
-    assert "flower, 2 processes x 1 thread: it [did] not start" in text
+    assert "flower: 2 processes x 1 thread: it [did] not start" in text
+    page = cpu.markdown(stored).splitlines()
+    assert "| pfl | 1 process x 1 thread | 0.100 | 0.150 | 2.00 | 3.0 | 400 |" in page
+    assert "| flower | 2 processes x 1 thread | it [did] not start |" in page
     cpu.draw(stored, tmp_path / "cpu.png")
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -193,7 +196,7 @@ def test_the_command_keeps_what_a_bench_found(tmp_path: Path, monkeypatch: pytes
     stored = json.loads((tmp_path / "cpu.json").read_text())
     assert stored["workloads"]["FedAvg, CNN"] == rows and stored["quick"]
     assert stored["machine"]["torch"] == torch.__version__
-    assert (tmp_path / "cpu.png").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu.json", "cpu.md", "cpu.png"]
 
 
 def test_a_machine_is_described_without_its_name() -> None:

@@ -6,7 +6,8 @@
     rounds   workers, and what FedHPro costs beside FedAvg
     batches  augmented samples per second beside a DataLoader
 
-A bench returns what it found as a dict, for JSON. Where it has `show` and `draw`, they print and plot that.
+A bench returns what it found as a dict, for JSON. `show`, `draw` and `markdown`, where it has them, print and plot it
+and make a page of it.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ BENCHES = ("cpu", "gpu", "growth", "rounds", "batches")
 
 
 def run(name: str, quick: bool, out: Path, console: Console) -> None:
-    """Measure, print, and keep NAME.json and maybe NAME.png in `out`; `all` is one after the other."""
+    """Measure, print, and keep NAME.json and maybe more in `out`; `all`: one after the other, what this machine has."""
     import torch
 
     if name not in (*BENCHES, "all"):
         raise ConfigError(f"there is no bench {name!r}: choose one of {', '.join(BENCHES)}, all")
-    if name == "gpu" and not torch.cuda.is_available():
-        raise ConfigError("torch sees no GPU on this machine")
     for one in BENCHES if name == "all" else (name,):
-        if one == "gpu" and not torch.cuda.is_available():
-            console.print("gpu: torch sees no GPU on this machine")
-        else:
+        if one != "gpu" or torch.cuda.is_available():
             _measure(one, quick, out, console)
+        elif name == "gpu":
+            raise ConfigError("torch sees no GPU on this machine")
 
 
 def _measure(name: str, quick: bool, out: Path, console: Console) -> None:
     bench = importlib.import_module(f".{name}", __name__)
-    before = machine.describe()
-    found: dict[str, Any] = {"machine": before, "quick": quick, **getattr(bench, name)(quick)}
-    found["machine"]["load_after"] = machine.load()
-    written = [out / f"{name}.json"]
-    write_atomically(written[0], json.dumps(found, indent=1) + "\n")
+    where = machine.describe()
+    found: dict[str, Any] = getattr(bench, name)(quick) | {"quick": quick}
+    found["machine"] = where | {"load_after": machine.load()}
+    files: dict[Path, str] = {out / f"{name}.json": json.dumps(found, indent=1) + "\n"}
+    if hasattr(bench, "markdown"):
+        files[out / f"{name}.md"] = f"{machine.sentence(found['machine'])}\n\n{bench.markdown(found)}"
+    for path, text in files.items():
+        write_atomically(path, text)
     if hasattr(bench, "draw"):
-        written.append(out / f"{name}.png")
-        bench.draw(found, written[1])
+        bench.draw(found, out / f"{name}.png")
     if hasattr(bench, "show"):
         bench.show(found, console)
-    where = f"{machine.sentence(found['machine'])}; wrote {', '.join(map(str, written))}"
-    console.print(where, highlight=False, soft_wrap=True)
+    else:
+        console.print_json(data=found)
+    console.print(f"{machine.sentence(found['machine'])}; kept in {out}", highlight=False, soft_wrap=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ..files import write_atomically
@@ -135,21 +134,36 @@ def best(rows: Sequence[Found]) -> list[Found]:
     return sorted(chosen.values(), key=lambda row: row.get("median", float("inf")))
 
 
+COLUMNS = ("engine", "cores used as", "min", "median", "x ours", "first round", "peak MB")
+
+
+def cells(row: Found) -> list[str]:
+    if "error" in row:
+        return [row["engine"], row["way"], row["error"]]
+    times = [f"{row['min']:.3f}", f"{row['median']:.3f}", f"{row['ratio']:.2f}", f"{row['first']:.1f}"]
+    return [row["engine"], row["way"], *times, "-" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"]
+
+
 def show(found: Found, console: Console) -> None:
     for title, rows in found["workloads"].items():
         table = Table(title=f"{title}: seconds a round", title_justify="left")
-        for column in ("engine", "cores used as", "min", "median", "x ours", "first round", "peak MB"):
-            table.add_column(column, justify="left" if column in ("engine", "cores used as") else "right", no_wrap=True)
-        for row in sorted(rows, key=lambda row: row.get("median", float("inf"))):
+        for number, column in enumerate(COLUMNS):
+            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+        for row in sorted(rows, key=lambda row: row.get("median", 0)):
             if "error" in row:
-                continue
-            numbers = (f"{row['min']:.3f}", f"{row['median']:.3f}", f"{row['ratio']:.2f}", f"{row['first']:.1f}")
-            style = "bold green" if row["engine"] == OURS else ""
-            table.add_row(row["engine"], row["way"], *numbers, str(row["peak_mb"] or "-"), style=style)
+                console.print(": ".join(cells(row)), style="red", markup=False, soft_wrap=True)
+            else:
+                table.add_row(*cells(row), style="bold green" if row["engine"] == OURS else "")
         console.print(table)
-        for row in rows:
-            if "error" in row:
-                console.print(f"{row['engine']}, {row['way']}: {escape(row['error'])}", style="red", soft_wrap=True)
+
+
+def markdown(found: Found) -> str:
+    """The fastest way of each engine, for a page."""
+    lines = []
+    for title, rows in found["workloads"].items():
+        lines += [f"**{title}**, seconds", "", f"| {' | '.join(COLUMNS)} |", "|---|---|---:|---:|---:|---:|---:|"]
+        lines += [f"| {' | '.join(cells(row))} |" for row in best(rows)] + [""]
+    return "\n".join(lines)
 
 
 def draw(found: Found, path: Path) -> None:
