@@ -3,7 +3,7 @@
     python benchmarks/matrix.py JOBS.json OUT --parallel 8 --seconds 500
 
 JOBS.json is a list of {"name": ..., keys of a run}. OUT gets NAME.jsonl (metrics) and NAME.json (result) for each
-finished run, and summary.json. A run that the deadline cuts off leaves its metrics so far.
+finished run, and summary.json; runs/NAME is the run folder, also of a run that failed or that the deadline cut off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,18 @@ from typing import Any
 
 def one(job: dict[str, Any], out: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
     import torch
 
     torch.set_num_threads(1)
     import fedhpro
 
     keys = {name: value for name, value in job.items() if name != "name"}
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        done = fedhpro.run(keys | {"out": str(run), "checkpoint_every": 10**6})
-        shutil.copy(run / "metrics.jsonl", out / f"{job['name']}.jsonl")
-        shutil.copy(run / "result.json", out / f"{job['name']}.json")
-        if job.get("keep_model"):
-            shutil.copy(run / "model.safetensors", out / f"{job['name']}.safetensors")
-        print(f"{job['name']}: {done.headline} {done.accuracy}", flush=True)
+    run = out / "runs" / job["name"]
+    done = fedhpro.run(keys | {"out": str(run), "checkpoint_every": 10**6})
+    shutil.copy(run / "metrics.jsonl", out / f"{job['name']}.jsonl")
+    shutil.copy(run / "result.json", out / f"{job['name']}.json")
+    print(f"{job['name']}: {done.headline} {done.accuracy}", flush=True)
 
 
 def main() -> None:

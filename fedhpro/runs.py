@@ -304,7 +304,7 @@ class RunFolder:
         config, source, net = federation.config, federation.source, federation.net
         with torch.no_grad():
             copy_into(net, federation.model)
-        state = net.state_dict()
+        state = {name: value.contiguous() for name, value in net.state_dict().items()}  # on a GPU it is channels_last
         for name, value in state.items():
             if name.endswith("num_batches_tracked"):  # steps of this process, not of the federation
                 state[name] = torch.zeros_like(value)

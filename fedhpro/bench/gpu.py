@@ -11,10 +11,13 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 
 from ..config import configure
 from ..data.sources import Domain, Source, Split
@@ -150,6 +153,45 @@ def gpu(quick: bool = False, say: Callable[[str], None] = print) -> Rows:
     note("20 equal clients, fp32, E=2", rounds, even, 1, method="fedavg", **short | {"precision": "fp32"})
     note("20 equal clients, bf16, compiled", rounds, even, precision="bf16", compile=True, **fedavg)
     return found
+
+
+def show(found: Rows, console: Console) -> None:
+    table = Table(title="GPU: captured steps", title_justify="left")
+    for column in ("what", "ms a step", "ms per 64 samples", "of the floor", "s a round", "first round"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, row in measured(found).items():
+        ideal = floor_of(name, found)
+        share = f"{100 * ideal / row['ms_per_64_samples']:.0f} %" if ideal and "LT" not in name else ""
+        cells = (row["ms_per_step"], row["ms_per_64_samples"], share, row["round_s"], row["first_round_s"])
+        table.add_row(name, *(cell if isinstance(cell, str) else f"{cell:.3f}" for cell in cells))
+    console.print(table)
+    for name, value in found.items():
+        if name.startswith("floor") or (isinstance(value, str) and value.startswith("failed")):
+            console.print(f"{name}: {value}", markup=False, highlight=False)
+
+
+def measured(found: Rows) -> dict[str, Rows]:
+    return {name: row for name, row in found.items() if isinstance(row, dict) and "ms_per_step" in row}
+
+
+def floor_of(name: str, found: Rows) -> float | None:
+    """That of plain torch in the precision that a row's name has."""
+    return next((found.get(f"floor, {p}") for p in ("bf16", "tf32", "fp32") if p in name), None)
+
+
+def draw(found: Rows, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    rows = dict(reversed(list(measured(found).items())))
+    figure = Figure(figsize=(9, 0.28 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(rows), [row["ms_per_64_samples"] for row in rows.values()], color="#0072B2")
+    for position, name in enumerate(rows):
+        if (ideal := floor_of(name, found)) and "LT" not in name:
+            axes.plot([ideal] * 2, [position - 0.4, position + 0.4], color="black", linewidth=1.5)
+    axes.set_xlabel("milliseconds per 64 samples; black: the floor, one model with batches of 1280")
+    axes.margins(y=0.01)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
