@@ -68,7 +68,10 @@ class Graphs(InProcess):
                 ahead[slot].acquire()
                 if given_up.is_set():
                     return
-                started[k].set_result(slot.start(round, k, sent, memories.get(k, {})))
+                try:
+                    started[k].set_result(slot.start(round, k, sent, memories.get(k, {})))
+                except Exception as error:  # a memory that cannot be read: raised where the answer is waited for
+                    started[k].set_exception(error)
 
         threads = [threading.Thread(target=serve, args=pair, daemon=True) for pair in pairs]
         for thread in threads:
