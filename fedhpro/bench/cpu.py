@@ -39,6 +39,7 @@ class Entry:
     command: Sequence[str]
     python_path: str = ""
     timings: list[Timing] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)  # to the run of ours just before
     peak_mb: float | None = None
     error: str | None = None
 
@@ -63,6 +64,7 @@ class Entry:
         return row | {
             "min": round(min(seconds), 4),
             "median": round(statistics.median(seconds), 4),
+            "ratio": round(statistics.median(self.ratios or [1.0]), 2),
             "first": round(statistics.median(timing.first for timing in self.timings), 2),
             "peak_mb": self.peak_mb,
             "seconds": [round(value, 4) for value in seconds],
@@ -90,8 +92,12 @@ def cpu(quick: bool = False, say: Callable[[str], None] = print) -> Found:
             for entry in others:
                 ours.run(rounds)
                 entry.run(rounds)
+                if ours.error is not None:
+                    raise RuntimeError(ours.error)
+                if entry.error is None:
+                    entry.ratios.append(_typical(entry) / _typical(ours))
                 say(f"{title}, {repetition} of {repetitions}: {_progress(ours)}; {_progress(entry)}")
-        found["workloads"][title] = compared([entry.row() for entry in (ours, *others)])
+        found["workloads"][title] = [entry.row() for entry in (ours, *others)]
     return found
 
 
@@ -111,17 +117,6 @@ def _peers(pythons: dict[str, Path | str], method: str, model: str) -> list[Entr
             else:
                 entries += [Entry(peer.name, way, peer.command(python, way, method, model)) for way in peer.ways]
     return entries
-
-
-def compared(rows: list[Found]) -> list[Found]:
-    """Ours first; how many times our time every other needs, by medians and by minima."""
-    ours = rows[0]
-    if "error" in ours:
-        raise RuntimeError(ours["error"])
-    for row in rows:
-        if "error" not in row:
-            row |= {"ratio": round(row["median"] / ours["median"], 2), "ratio_min": round(row["min"] / ours["min"], 2)}
-    return rows
 
 
 def best(rows: Sequence[Found]) -> list[Found]:
@@ -190,7 +185,10 @@ def draw(found: Found, path: Path) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def _typical(entry: Entry) -> float:
+    """Seconds of a round of the last run."""
+    return statistics.median(entry.timings[-1].rounds)
+
+
 def _progress(entry: Entry) -> str:
-    if entry.error is not None:
-        return f"{entry.engine} ({entry.way}) failed"
-    return f"{entry.engine} ({entry.way}) {min(entry.timings[-1].rounds):.3f} s"
+    return f"{entry.engine} ({entry.way}) {'failed' if entry.error else f'{_typical(entry):.3f} s'}"
