@@ -66,7 +66,7 @@ def peak_memory_mb(processes: Sequence[int] = ()) -> dict[str, float]:
     found = {"process": _peak_mb("self")}
     if workers := [peak for pid in processes if (peak := _peak_mb(str(pid))) > 0]:
         found["largest_worker"] = max(workers)
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         found["gpu"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
     return found
 
