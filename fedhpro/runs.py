@@ -20,8 +20,10 @@ import json
 import os
 import platform
 import re
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -142,13 +144,14 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
         try:
             started = time.perf_counter()
             for record in federation.rounds(on_client):
-                history.append(record)
-                folder.add_round(record)
-                if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
-                    folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
-                federation.watch.lap("save")
-                folder.add_timing(record["round"], time.perf_counter() - started, federation.watch.seconds)
-                done = federation.model, federation.state
+                with undisturbed():
+                    history.append(record)
+                    folder.add_round(record)
+                    if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
+                        folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
+                    federation.watch.lap("save")
+                    folder.add_timing(record["round"], time.perf_counter() - started, federation.watch.seconds)
+                    done = federation.model, federation.state
                 for callback in callbacks:
                     callback.round(record)
                 started = time.perf_counter()
@@ -164,6 +167,25 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
         if history:
             folder.finish(federation, result)
     return result
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until the end of this: a finished round is on record as a whole."""
+    if threading.current_thread() is not threading.main_thread():  # nor do signals come to other threads
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 class RunFolder:

@@ -269,6 +269,27 @@ def test_interrupt_leaves_a_usable_folder(tiny_source, tmp_path):
     assert runs.resume(result.folder, source=tiny_source).history == whole.history
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_round_is_put_on_record_waits_until_it_is(tiny_source, tmp_path, monkeypatch, number):
+    real = runs.RunFolder._append
+
+    def append(path, record):
+        if record["round"] == 2:
+            signal.raise_signal(number)
+        real(path, record)
+
+    monkeypatch.setattr(runs.RunFolder, "_append", staticmethod(append))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
+    try:
+        result = runs.run(configure(**(TINY | {"rounds": 3}), out=str(tmp_path / "run")), source=tiny_source)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.status == "interrupted" and len(result.history) == 2
+    assert len((result.folder / "timings.jsonl").read_text().splitlines()) == 2
+    assert (result.folder / "checkpoints" / "round-000002.json").exists()
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_main_job(tmp_path):
     """kill -9 of the real command in the middle of a round; the resumed metrics are those of the uninterrupted run."""
