@@ -273,10 +273,10 @@ def test_interrupt_leaves_a_usable_folder(tiny_source, tmp_path):
 def test_an_interrupt_while_a_round_is_put_on_record_waits_until_it_is(tiny_source, tmp_path, monkeypatch, number):
     real = runs.RunFolder._append
 
-    def append(path, record):
+    def append(path, record, safely=False):
         if record["round"] == 2:
             signal.raise_signal(number)
-        real(path, record)
+        real(path, record, safely)
 
     monkeypatch.setattr(runs.RunFolder, "_append", staticmethod(append))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
