@@ -39,7 +39,6 @@ class Entry:
     command: Sequence[str]
     python_path: str = ""
     timings: list[Timing] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)  # to the run of ours just before
     peak_mb: float | None = None
     error: str | None = None
 
@@ -64,7 +63,6 @@ class Entry:
         return row | {
             "min": round(min(seconds), 4),
             "median": round(statistics.median(seconds), 4),
-            "ratio": round(statistics.median(self.ratios or [1.0]), 2),
             "first": round(statistics.median(timing.first for timing in self.timings), 2),
             "peak_mb": self.peak_mb,
             "seconds": [round(value, 4) for value in seconds],
@@ -94,8 +92,6 @@ def cpu(quick: bool = False, say: Callable[[str], None] = print) -> Found:
                 entry.run(rounds)
                 if ours.error is not None:
                     raise RuntimeError(ours.error)
-                if entry.error is None:
-                    entry.ratios.append(_typical(entry) / _typical(ours))
                 say(f"{title}, {repetition} of {repetitions}: {_progress(ours)}; {_progress(entry)}")
         found["workloads"][title] = [entry.row() for entry in (ours, *others)]
     return found
@@ -129,13 +125,15 @@ def best(rows: Sequence[Found]) -> list[Found]:
     return sorted(chosen.values(), key=lambda row: row.get("median", float("inf")))
 
 
+# rows[0] of a workload is ours
 COLUMNS = ("engine", "cores used as", "min", "median", "x ours", "first round", "peak MB")
 
 
-def cells(row: Found) -> list[str]:
+def cells(row: Found, ours: Found) -> list[str]:
     if "error" in row:
         return [row["engine"], row["way"], row["error"]]
-    times = [f"{row['min']:.3f}", f"{row['median']:.3f}", f"{row['ratio']:.2f}", f"{row['first']:.1f}"]
+    ratio = row["median"] / ours["median"]
+    times = [f"{row['min']:.3f}", f"{row['median']:.3f}", f"{ratio:.2f}", f"{row['first']:.1f}"]
     return [row["engine"], row["way"], *times, "-" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}"]
 
 
@@ -143,12 +141,12 @@ def show(found: Found, console: Console) -> None:
     for title, rows in found["workloads"].items():
         table = Table(title=f"{title}: seconds a round", title_justify="left")
         for number, column in enumerate(COLUMNS):
-            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number >= 2)
         for row in sorted(rows, key=lambda row: row.get("median", 0)):
             if "error" in row:
-                console.print(": ".join(cells(row)), style="red", markup=False, soft_wrap=True)
+                console.print(": ".join(cells(row, rows[0])), style="red", markup=False, soft_wrap=True)
             else:
-                table.add_row(*cells(row), style="bold green" if row["engine"] == OURS else "")
+                table.add_row(*cells(row, rows[0]), style="bold green" if row["engine"] == OURS else "")
         console.print(table)
 
 
@@ -157,7 +155,7 @@ def markdown(found: Found) -> str:
     lines = []
     for title, rows in found["workloads"].items():
         lines += [f"**{title}**, seconds", "", f"| {' | '.join(COLUMNS)} |", "|---|---|---:|---:|---:|---:|---:|"]
-        lines += [f"| {' | '.join(cells(row))} |" for row in best(rows)] + [""]
+        lines += [f"| {' | '.join(cells(row, rows[0]))} |" for row in best(rows)] + [""]
     return "\n".join(lines)
 
 
@@ -174,7 +172,8 @@ def draw(found: Found, path: Path) -> None:
         axes.barh(names, [row["median"] for row in bars], color=colours)
         for position, row in enumerate(bars):
             axes.plot([row["min"]] * 2, [position - 0.4, position + 0.4], color="black", linewidth=1)
-            axes.text(row["median"], position, f" {row['median']:.3g} s, x {row['ratio']:.2g}", va="center", fontsize=8)
+            label = f" {row['median']:.3g} s, x {row['median'] / rows[0]['median']:.2f}"
+            axes.text(row["median"], position, label, va="center", fontsize=8)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("seconds a round: median (bar) and minimum (line)", fontsize=8)
         axes.tick_params(labelsize=8)
@@ -185,10 +184,6 @@ def draw(found: Found, path: Path) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def _typical(entry: Entry) -> float:
-    """Seconds of a round of the last run."""
-    return statistics.median(entry.timings[-1].rounds)
-
-
 def _progress(entry: Entry) -> str:
-    return f"{entry.engine} ({entry.way}) {'failed' if entry.error else f'{_typical(entry):.3f} s'}"
+    seconds = "failed" if entry.error is not None else f"{statistics.median(entry.timings[-1].rounds):.3f} s"
+    return f"{entry.engine} ({entry.way}) {seconds}"
