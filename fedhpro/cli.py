@@ -160,7 +160,7 @@ def compare(
         print(json.dumps(found.rows(), indent=2))
     else:
         out.print(comparison.table(found))
-        out.print(f"saved in {found.folder}: comparison.md, comparison.json, curves.png", highlight=False)
+        out.print(f"saved in {found.folder}: report.html, comparison.md, comparison.json, curves.png", highlight=False)
     if any(result.status == "interrupted" for results in found.results.values() for result in results):
         raise typer.Exit(130)
 

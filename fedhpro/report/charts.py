@@ -52,13 +52,13 @@ def legend(series: Sequence[Series]) -> Markup:
 def line_chart(
     title: str, series: Sequence[Series], *, unit: str = "", x: str = "round", log: bool = False, key: bool = True
 ) -> Markup:
-    """Lines over rounds; logarithmic only where every value allows it. Nothing where there is nothing to draw."""
+    """Lines over rounds; logarithmic only where the values allow and need it. Nothing where there is no value."""
     series = [_finite(s) for s in series]
     values = [y for s in series for _, y in s.points] + [y for s in series for band in s.band for y in band[1:]]
     xs = [point[0] for s in series for point in s.points]
     if not values:
         return Markup("")
-    log = log and min(values) > 0
+    log = log and min(values) > 0 and max(values) > 10 * min(values)
     ticks = _log_ticks(min(values), max(values)) if log else _ticks(min(values), max(values))
     low, high = (
         math.log10(end) if log else end for end in (min(values[0], *values, ticks[0]), max(*values, ticks[-1]))
@@ -148,7 +148,8 @@ def matrix(
 ) -> Markup:
     """True classes down, predicted ones across; the shade is the share of the true class."""
     size, left, top = (30 if len(names) <= 12 else 20), 84, 20
-    wide, high = left + size * len(names) + 2, top + size * len(names) + 66
+    longest = max(len(short(name, 10)) for name in names) if names else 0
+    wide, high = left + size * len(names) + 2, top + size * len(names) + 16 + 5 * longest
     drawn = [tag("text", "true ↓  predicted →", x=2, y=12, class_="faint")]
     for r, row in enumerate(counts):
         y = top + r * size

@@ -12,7 +12,7 @@ from ..card import command
 from ..evaluation import AVG, HELD_OUT_SAMPLES
 from .charts import Series, bubbles, figure, line_chart, matrix, stacked_bars, swatch
 from .markup import Markup, join, table, tag
-from .reading import Confusion, Group, Holdings, Run
+from .reading import Group, Holdings, Run
 
 BUBBLES = 60  # clients or classes; where there are more, holdings.png is shown instead
 MATRIX = 40  # classes; where there are more, the most frequent confusions
@@ -30,16 +30,19 @@ def headline(groups: Sequence[Group]) -> Markup:
     for group in shown:
         found = [run.headline(AVG) for run in group.runs]
         rounds = sorted({str(one["best_round"]) for one in found}, key=int)
-        best = join(_spread([one["best"] for one in found]), tag("small", f" round {', '.join(rounds)}"))
+        best = join(
+            _spread([one["best"] for one in found]), tag("small", f" round {', '.join(rounds)}", class_="under")
+        )
         final = tag("strong", _spread([one["final"] for one in found]))
         each = [_spread([run.headline(name)["final"] for run in group.runs if run.headline(name)]) for name in domains]
         rows.append([_name(group), final, best, _spread([one["last5"] for one in found]), *each])
     several = " Mean ± standard deviation over runs with different seeds." if _several_seeds(shown) else ""
     meaning = (
-        f"Accuracy in per cent, {_measured_on(shown)}. final: after the last round. best: of the best round, chosen "
-        f"by this same accuracy and so optimistic. last5: mean of the last five evaluations.{several}"
+        f"Accuracy in per cent, {_measured_on(shown)}. final, also of the domains: after the last round. best: of the "
+        "best round, chosen by this same accuracy and so optimistic. last5: mean of the last five evaluations."
+        f"{several}"
     )
-    header = ["run", "AVG final", "AVG best", "AVG last5", *(f"{name}, final" for name in domains)]
+    header = ["run", "AVG final", "AVG best", "AVG last5", *domains]
     single = len(groups) == 1 and len(groups[0].runs) == 1
     return join(
         _tiles(groups[0].first) if single else NOTHING,
@@ -49,26 +52,34 @@ def headline(groups: Sequence[Group]) -> Markup:
     )
 
 
-def accuracy(groups: Sequence[Group]) -> Markup:
-    return _panels(groups, "accuracy", "accuracy", unit="%", first=AVG)
+def curves(groups: Sequence[Group]) -> Markup:
+    """One setting: a chart for each kind. Several: a chart for each domain and each term."""
+    parts = []
+    for kind, (title, unit, note) in KINDS.items():
+        charts = _charts(groups, kind, title, unit)
+        if charts:
+            parts.append((title, charts, note))
+    notes = [tag("p", note, class_="note") for _, _, note in parts if note]
+    if len(groups) == 1:
+        return join(tag("div", *(chart for _, charts, _ in parts for chart in charts), class_="grid"), *notes)
+    shown = [join(tag("h3", title), tag("div", *charts, class_="grid")) for title, charts, _ in parts]
+    return join(*shown, *notes)
 
 
-def losses(groups: Sequence[Group]) -> Markup:
-    drawn = _panels(groups, "loss", "loss terms", log=True)
-    note = (
-        "Means over the clients of a round, weighted by their samples; logarithmic scale. Test sets have no loss here."
-    )
-    return join(drawn, tag("p", note, class_="note")) if drawn else NOTHING
-
-
-def matching(groups: Sequence[Group]) -> Markup:
-    drawn = _panels(groups, "server", "what the server reports", log=True)
-    note = (
-        "L_GM is the gradient matching loss (Eq. 8), 1 − cosine, mean over the classes: L_GM_start before the steps "
-        "of the round, L_GM after them."
-    )
-    named = any("L_GM" in key for key in _keys(groups, "server"))
-    return join(drawn, tag("p", note, class_="note") if named else NOTHING) if drawn else NOTHING
+KINDS = {
+    "accuracy": ("accuracy on the test sets", "%", ""),
+    "loss": (
+        "loss terms at the clients",
+        "",
+        "Losses are means over the clients of a round, weighted by their samples.",
+    ),
+    "server": (
+        "at the server",
+        "",
+        "L_GM is the gradient matching loss of Eq. 8 (1 − cosine, mean over the classes) after the steps of the round, "
+        "L_GM_start before them.",
+    ),
+}
 
 
 def holdings(groups: Sequence[Group]) -> Markup:
@@ -82,18 +93,10 @@ def holdings(groups: Sequence[Group]) -> Markup:
 
 
 def confusion(groups: Sequence[Group]) -> Markup:
-    drawn = []
-    for group in groups:
-        found = group.first.confusion
-        if found is not None:
-            drawn.append(_confusion_of(group, found, len(groups) > 1))
-    if not drawn:
-        return NOTHING
-    where = "all domains together"
-    note = (
-        f"Of the last evaluation, {where}; a darker cell holds more of its true class. The first seed of each setting."
-    )
-    return join(tag("div", *drawn, class_="grid"), tag("p", note, class_="note"))
+    drawn = [part for group in groups if (part := _confusion_of(group, len(groups) > 1))]
+    note = "Of the last evaluation. A darker cell holds more of its true class."
+    more = " The first seed of each setting." if _several_seeds(groups) else ""
+    return join(tag("div", *drawn, class_="grid"), tag("p", note + more, class_="note")) if drawn else NOTHING
 
 
 def fairness(groups: Sequence[Group]) -> Markup:
@@ -268,21 +271,19 @@ def _other_measures(groups: Sequence[Group]) -> Markup:
     return tag("details", tag("summary", "The same runs by other measures"), inside)
 
 
-def _panels(
-    groups: Sequence[Group], kind: str, title: str, unit: str = "", log: bool = False, first: str = ""
-) -> Markup:
-    """One setting: a chart with a line for each name. Several: a chart for each name, with a line for each setting."""
-    names = sorted(_keys(groups, kind), key=lambda name: name != first)
+def _charts(groups: Sequence[Group], kind: str, title: str, unit: str) -> list[Markup]:
+    names = sorted(_keys(groups, kind), key=lambda name: name != AVG)
+    log = kind != "accuracy"
     if not names:
-        return NOTHING
+        return []
     if len(groups) == 1:
-        lines = [_series(groups[0], kind, name, name, i, None, name == first) for i, name in enumerate(names)]
-        return tag("div", line_chart(title, lines, unit=unit, log=log), class_="grid")
+        lines = [_series(groups[0], kind, name, name, i, None, name == AVG) for i, name in enumerate(names)]
+        return [line_chart(title, lines, unit=unit, log=log)]
     charts = []
     for name in names:
         lines = [_series(g, kind, name, g.label, g.number, g.number) for g in groups]
         charts.append(line_chart(name, [line for line in lines if line.points], unit=unit, log=log, key=False))
-    return tag("div", *charts, class_="grid")
+    return charts
 
 
 def _series(
@@ -334,21 +335,24 @@ def _picture_of(run: Run) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def _confusion_of(group: Group, found: Confusion, several: bool) -> Markup:
+def _confusion_of(group: Group, several: bool) -> Markup:
+    """All domains together; beside it each of them where there is room, that is of a single setting."""
+    found = group.first.confusion
+    if found is None:
+        return NOTHING
+    names, number = found.classes, group.number if several else None
     together = [[sum(cell) for cell in zip(*rows, strict=True)] for rows in zip(*found.domains.values(), strict=True)]
-    number = group.number if several else None
-    title = join(_name(group), tag("small", f" round {found.round}")) if several else f"round {found.round}"
-    if len(found.classes) > MATRIX:
-        wrong = Counter(
-            {(i, j): n for i, row in enumerate(together) for j, n in enumerate(row) if i != j and n}
-        ).most_common(LISTED)  # fmt: skip
-        rows = [[found.classes[i], found.classes[j], n, f"{n / sum(together[i]):.0%}"] for (i, j), n in wrong]
-        inside = table(["true class", "taken for", "samples", "of its class"], rows)
-        return figure(title, inside, data_group=number)
-    drawn = matrix(title, found.classes, together, look=group.number, data_group=number)
+    title = join(group.label if several else "all together", tag("small", f" round {found.round}"))
+    if len(names) > MATRIX:
+        wrong = Counter({(i, j): n for i, row in enumerate(together) for j, n in enumerate(row) if i != j and n})
+        rows = [[names[i], names[j], n, f"{n / sum(together[i]):.0%}"] for (i, j), n in wrong.most_common(LISTED)]
+        return figure(title, table(["true class", "taken for", "samples", "of its class"], rows), data_group=number)
+    drawn = matrix(title, names, together, look=group.number, data_group=number)
     if len(found.domains) < 2:
         return drawn
-    each = [matrix(name, found.classes, counts, look=group.number) for name, counts in found.domains.items()]
+    each = [matrix(name, names, counts, look=group.number) for name, counts in found.domains.items()]
+    if not several:
+        return join(drawn, *each)
     return tag("div", drawn, tag("details", tag("summary", "per domain"), *each), data_group=number)
 
 
@@ -446,9 +450,7 @@ def _words(what: dict[str, Any]) -> str:
 Section = Callable[[Sequence[Group]], Markup]
 SECTIONS: dict[str, Section] = {
     "Accuracy": headline,
-    "Accuracy over the rounds": accuracy,
-    "Loss at the clients": losses,
-    "At the server": matching,
+    "Over the rounds": curves,
     "Who holds what": holdings,
     "Confusions": confusion,
     "Fairness": fairness,
