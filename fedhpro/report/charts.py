@@ -115,7 +115,7 @@ def bubbles(
     title: str, columns: Sequence[str], rows: Sequence[str], cells: Sequence[tuple[int, int, int, int, str]]
 ) -> Markup:
     """Bubbles (column, row, samples, look, words) whose area is the number of samples."""
-    cell, left, bottom = 20, 92, 22
+    cell, left, bottom = (28 if len(columns) <= 34 else 18), _margin(rows, 13), 22
     wide, high = left + cell * len(columns) + 6, cell * len(rows) + bottom
     largest = max((n for _, _, n, _, _ in cells), default=1)
     drawn = [
@@ -147,7 +147,7 @@ def matrix(
     title: Any, names: Sequence[str], counts: Sequence[Sequence[int]], *, look: int = 0, **attributes: Any
 ) -> Markup:
     """True classes down, predicted ones across; the shade is the share of the true class."""
-    size, left, top = (30 if len(names) <= 12 else 20), 84, 20
+    size, left, top = (30 if len(names) <= 12 else 20), _margin(names, 12), 20
     longest = max(len(short(name, 10)) for name in names) if names else 0
     wide, high = left + size * len(names) + 2, top + size * len(names) + 16 + 5 * longest
     drawn = [tag("text", "true ↓  predicted →", x=2, y=12, class_="faint")]
@@ -190,7 +190,9 @@ def scatter(
     for x, y, look, kind, words in marks:
         drawn.append(_mark(place(x), place(1 - y), look, kind, words))
     for x, y, words in labels:
-        drawn.append(tag("text", words, x=place(x), y=place(1 - y) + 4, text_anchor="middle", class_="halo"))
+        inside = len(words) <= 2
+        below, ink = (4, "on-dark through") if inside else (26, "halo through")
+        drawn.append(tag("text", words, x=place(x), y=place(1 - y) + below, text_anchor="middle", class_=ink))
     return figure(title, _picture("t-SNE", drawn, side, side), **attributes)
 
 
@@ -224,6 +226,11 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, int | None, dict[str, flo
     return figure(title, *drawn, key, class_="bars")
 
 
+def _margin(names: Sequence[str], letters: int) -> int:
+    """The room that the names of rows need."""
+    return 16 + 7 * max((len(short(name, letters)) for name in names), default=0)
+
+
 def short(name: str, letters: int = 13) -> str:
     return name if len(name) <= letters else name[: letters - 1] + "…"
 
@@ -241,7 +248,7 @@ def _stroke(way: str, look: int, strong: bool) -> Markup:
 
 
 def _mark(x: float, y: float, look: int, kind: str, words: str) -> Markup:
-    colour, r = f"f{look % COLOURS}", {"sample": 3.0, "hyper": 5.5, "prototype": 9.0}[kind]
+    colour, r = f"f{look % COLOURS}", {"sample": 3.0, "hyper": 5.5, "prototype": 12.0}[kind]
     if kind == "prototype":
         return tag("path", d=_polygon(x, y, r, 4), class_=f"{colour} outlined", data_tip=words)
     if kind == "hyper":

@@ -104,7 +104,8 @@ def draw_embedding(group: Group, several: bool) -> Markup:
     ]
     names = [(x, y, found.classes[c]) for x, y, c, kind, _ in marks if kind == "prototype"]
     picture = scatter(title, marks, names if len(names) <= 20 else [], data_group=number)
-    shapes = "Dots are samples, diamonds class means, triangles what the server keeps; the colour is the class."
+    triangles = ", triangles what the server keeps" if "hyper" in found.kinds else ""
+    shapes = f"Small marks are samples, diamonds class means{triangles}; the colour is the class."
     return tag("div", picture, tag("p", f"{found.about}. {shapes}", class_="note"), data_group=number)
 
 

@@ -78,15 +78,15 @@ def _header(groups: Sequence[Group]) -> Markup:
     if len(runs) > 1:
         return tag("header", tag("h1", _title(groups)), tag("p", _federation(runs)))
     config = first.config
-    about = [f"{first.settings.method} on {first.settings.data}", f"scenario {config.get('scenario', '–')}"]
-    about += [f"{config[key]}" for key in ("model",) if key in config] + [f"seed {first.settings.seed}", first.status]
+    about = [first.folder.resolve().name, first.status, f"scenario {config.get('scenario', '–')}"]
+    about += [str(config.get("model", "–")), f"seed {first.settings.seed}"]
     return tag("header", tag("h1", _title(groups)), tag("p", " · ".join(about)))
 
 
 def _title(groups: Sequence[Group]) -> str:
     runs = sum(len(group.runs) for group in groups)
     if runs == 1:
-        return f"{groups[0].first.settings.method}, {groups[0].first.folder.resolve().name}"
+        return f"{groups[0].first.settings.method} on {groups[0].first.settings.data}"
     return f"{len(groups)} settings, {runs} runs" if len(groups) < runs else f"{runs} runs side by side"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,19 +215,20 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
 def grouped(runs: Sequence[Run]) -> list[Group]:
     """One group for each setting, in the order of the runs, named by its method and what tells it from the others."""
     configs = [{k: v for k, v in run.config.items() if k not in OF_THE_MACHINE | {"seed"}} for run in runs]
+    usual = {key: Counter(config.get(key) for config in configs).most_common(1)[0][0] for key in WHAT}
     labels: dict[tuple[str, int], list[Run]] = {}
     for run, config in zip(runs, configs, strict=True):
         rivals = [other for other in configs if other["method"] == config["method"]]
-        differs = [key for key in config if any(other.get(key) != config[key] for other in rivals)]
-        differs += [key for key in WHAT if any(other.get(key) != config.get(key) for other in configs)]
-        label = " ".join([run.settings.method, *(f"{key}={config.get(key)}" for key in dict.fromkeys(differs))])
+        differs = [key for key in config if key not in WHAT and any(other.get(key) != config[key] for other in rivals)]
+        differs += [key for key in WHAT if config.get(key) != usual[key]]
+        label = " ".join([run.settings.method, *(f"{key}={config.get(key)}" for key in differs)])
         last = run.history[-1].round
         label += f" ({last} of {run.settings.rounds} rounds)" if last < run.settings.rounds else ""
         labels.setdefault((label, last), []).append(run)
     return [Group(number, label, found) for number, ((label, _), found) in enumerate(labels.items())]
 
 
-WHAT = ("data", "scenario", "model", "exchange", "evaluation", "split")  # told apart between methods, too
+WHAT = ("data", "scenario", "model", "exchange", "evaluation", "split")  # named where most runs have another
 
 
 def _lines(path: Path, model: type[Model]) -> list[Model]:

@@ -67,7 +67,7 @@ def curves(groups: Sequence[Group]) -> Markup:
 
 
 KINDS = {
-    "accuracy": ("accuracy on the test sets", "%", ""),
+    "accuracy": ("accuracy", "%", ""),
     "loss": (
         "loss terms at the clients",
         "",
@@ -96,7 +96,7 @@ def confusion(groups: Sequence[Group]) -> Markup:
     drawn = [part for group in groups if (part := _confusion_of(group, len(groups) > 1))]
     note = "Of the last evaluation. A darker cell holds more of its true class."
     more = " The first seed of each setting." if _several_seeds(groups) else ""
-    return join(tag("div", *drawn, class_="grid"), tag("p", note + more, class_="note")) if drawn else NOTHING
+    return join(tag("div", *drawn, class_="grid narrow"), tag("p", note + more, class_="note")) if drawn else NOTHING
 
 
 def fairness(groups: Sequence[Group]) -> Markup:
