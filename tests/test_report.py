@@ -2,9 +2,14 @@
 
 import http.client
 import json
+import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -170,6 +175,53 @@ def test_a_broken_folder_is_named_and_skipped(runs, tmp_path, name, content, wor
     assert not (tmp_path / "none.html").exists()
 
 
+def leaves(value, path=()):
+    """The paths of everything in a JSON value."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield from leaves(item, (*path, key))
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "costs.json", "confusion.json", "holdings.json"])
+def test_any_value_in_any_file_is_shown_or_refused(runs, tmp_path, name):
+    folder = shutil.copytree(runs[2], tmp_path / "odd")
+    whole = json.loads(
+        (folder / name).read_text().splitlines()[-1] if name.endswith("l") else (folder / name).read_text()
+    )
+    odd = [None, -1, 0, 10**400, 1e308, float("nan"), float("-inf"), "", "\0", [], {}, [[]], {"AVG": 1e308}, True]
+    rng, shown, refused = random.Random(0), 0, 0
+    for path in rng.sample(found := list(leaves(whole)), min(25, len(found))):
+        (folder / name).write_text(json.dumps(replaced(whole, path, rng.choice(odd))) + "\n")
+        try:
+            page = build_page([read_run(folder)])
+            shown += page.endswith("</html>\n")
+        except RunError as error:
+            refused += name in str(error)
+    assert shown and refused and shown + refused == min(25, len(found))
+
+
+def test_many_classes_and_clients(runs, tmp_path):
+    """Too many for a matrix and for bubbles: the most frequent confusions, and the picture of the run folder."""
+    folder = shutil.copytree(runs[0], tmp_path / "many")
+    names = [f"class {c}" for c in range(50)]
+    matrix = [[3 * (i == j) + 2 * (i == 7 and j == 8) for j in range(50)] for i in range(50)]
+    (folder / "confusion.json").write_text(json.dumps({"round": 2, "classes": names, "domains": {"x": matrix}}))
+    clients = [{"domain": "x", "samples": {"0": 1}}] * 100
+    (folder / "holdings.json").write_text(json.dumps({"classes": names, "clients": clients}))
+    seen = Outline(build_page([read_run(folder)]))
+    assert "class 7class 8240%" in seen.text
+    assert seen.count("img") == 1
+
+
 def test_what_a_run_has_so_far_is_shown(runs, tmp_path):
     """Killed in the middle of a line, before the files of its end were written; or resumed since."""
     folder = shutil.copytree(runs[0], tmp_path / "killed")
@@ -223,7 +275,7 @@ def test_results_in_a_notebook(runs, hostile_source, tmp_path, monkeypatch):
     result = fedhpro.run(source=hostile_source, **TINY, method="fedavg", out=str(tmp_path / "run"))
     assert result.plot()._repr_png_().startswith(b"\x89PNG")
     assert result.tsne(samples=20, source=hostile_source)._repr_png_().startswith(b"\x89PNG")
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    monkeypatch.setitem(sys.modules, "pandas", None)
     rows = result.table()
     assert [row["round"] for row in rows] == [1, 2] and rows[-1]["AVG"] == result.accuracy["AVG"]
 
@@ -289,6 +341,16 @@ def test_watch_says_what_cannot_be_watched(tmp_path, served):
         Server(tmp_path / "nothing")
     with pytest.raises(fedhpro.ConfigError, match="cannot be used"):
         Server(tmp_path, served.server_port)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_watch_ends_without_a_word(runs, stop):
+    command = [sys.executable, "-u", "-m", "fedhpro", "watch", str(runs[0])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
+        assert b"AVG final" in urllib.request.urlopen(address).read()
+        process.send_signal(stop)
+        assert process.wait(30) == 0 and process.stdout.read() == ""
 
 
 # --- in a browser ---

@@ -18,6 +18,7 @@ COLOURS = 8  # in style.css
 DASHES = ("none", "7 3", "2 2.5", "9 3 2 3")
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 12, 34
+TOO_LARGE = 1e30  # for an axis
 MARKED = 40  # points of a line that still get a dot each
 
 Point = tuple[float, float]
@@ -272,8 +273,8 @@ def _polygon(x: float, y: float, r: float, corners: int) -> str:
 
 
 def _finite(series: Series) -> Series:
-    points = [point for point in series.points if math.isfinite(point[1])]
-    band = [part for part in series.band if all(map(math.isfinite, part))]
+    points = [point for point in series.points if abs(point[1]) < TOO_LARGE]  # also leaves out what is not a number
+    band = [part for part in series.band if all(abs(value) < TOO_LARGE for value in part)]
     return Series(series.label, series.look, points, band, series.group, series.strong)
 
 

@@ -26,7 +26,7 @@ def write_report(folders: Sequence[Path], out: Path, *, tsne: bool = True) -> li
     if not runs:
         raise RunError(f"there is nothing to report: {'; '.join(problems) or 'no run was named'}")
     try:
-        write_atomically(out, build_page(runs, problems, tsne=tsne))
+        write_atomically(out, build_page(runs, problems, tsne=tsne).encode(errors="replace"))
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror or error}") from None
     return problems

@@ -8,15 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from ..card import OF_THE_MACHINE
 from ..errors import RunError
-from ..evaluation import headline
+from ..evaluation import AVG, headline
 
 Model = TypeVar("Model", bound=BaseModel)
+Scores = dict[str, FiniteFloat]
+Count = Annotated[int, Field(ge=0, le=10**18)]
 
 
 class Settings(BaseModel):
@@ -37,36 +39,39 @@ class Refusal(BaseModel):
 
 
 class Federated(BaseModel):
-    clients: dict[str, float]
-    samples: dict[str, int]
-    mean: float
-    weighted: float
-    worst: float
+    clients: Scores
+    mean: FiniteFloat
 
 
 class Round(BaseModel):
     """A line of metrics.jsonl."""
 
-    round: int
+    round: int = Field(ge=1, le=10**9)
     clients: list[int]
     aggregated: bool
     refused: list[Refusal]
-    bytes_down: int
-    bytes_up: int
+    bytes_down: Count
+    bytes_up: Count
     loss: dict[str, float] = {}
     server: dict[str, float] = {}
-    accuracy: dict[str, float] | None = None
-    balanced: dict[str, float] | None = None
-    heads: dict[str, dict[str, float]] = {}
-    own_labels: float | None = None
+    accuracy: Scores | None = None
+    balanced: Scores | None = None
+    heads: dict[str, Scores] = {}
+    own_labels: FiniteFloat | None = None
     federated: Federated | None = None
     restarted: list[dict[str, Any]] = []
     untested: list[dict[str, Any]] = []
 
+    @model_validator(mode="after")
+    def has_a_mean(self) -> Round:
+        if self.accuracy is not None and AVG not in self.accuracy:
+            raise ValueError(f"accuracy has no {AVG}")
+        return self
+
 
 class Timing(BaseModel):
-    round: int
-    seconds: float
+    round: int = Field(ge=1, le=10**9)
+    seconds: FiniteFloat
 
 
 class Ending(BaseModel):
@@ -86,15 +91,15 @@ class SentTensor(BaseModel):
 
 
 class Costs(BaseModel):
-    seconds: dict[str, float] = {}
-    peak_mb: dict[str, float] = {}
+    seconds: Scores = {}
+    peak_mb: Scores = {}
     flops: dict[str, float | str] = {}
     tensors: list[SentTensor] = []
 
 
 class Holder(BaseModel):
     domain: str
-    samples: dict[int, NonNegativeInt]
+    samples: dict[int, Count]
 
 
 class Holdings(BaseModel):
@@ -111,7 +116,7 @@ class Holdings(BaseModel):
 class Confusion(BaseModel):
     round: int
     classes: list[str]
-    domains: dict[str, list[list[NonNegativeInt]]] = Field(min_length=1)
+    domains: dict[str, list[list[Count]]] = Field(min_length=1)
 
     @model_validator(mode="after")
     def is_square(self) -> Confusion:

@@ -22,13 +22,13 @@ NOTHING = Markup("")
 
 def headline(groups: Sequence[Group]) -> Markup:
     """final, best and last5 of AVG, and the final accuracy of each domain."""
-    shown = [group for group in groups if group.first.evaluated]
+    shown = [group for group in groups if any(run.evaluated for run in group.runs)]
     if not shown:
         return tag("p", "No round of these runs was evaluated.")
     domains = [name for name in _keys(shown, "accuracy") if name != AVG]
     rows = []
     for group in shown:
-        found = [run.headline(AVG) for run in group.runs]
+        found = [run.headline(AVG) for run in group.runs if run.evaluated]
         rounds = sorted({str(one["best_round"]) for one in found}, key=int)
         best = join(
             _spread([one["best"] for one in found]), tag("small", f" round {', '.join(rounds)}", class_="under")
@@ -250,6 +250,8 @@ def _other_measures(groups: Sequence[Group]) -> Markup:
     rows = []
     for group in groups:
         for run in group.runs:
+            if not run.evaluated:
+                continue
             last = run.evaluated[-1]
             found = {f"predicted by {name.replace('_', ' ')}": values.get(AVG) for name, values in last.heads.items()}
             found = found if len(found) > 1 else {}
@@ -292,7 +294,7 @@ def _series(
     """The mean over the seeds, and where there are several the band between the lowest and the highest."""
     found = [run.values(kind, name) for run in group.runs]
     common = sorted(set.intersection(*(set(values) for values in found)))
-    points = [(float(r), statistics.fmean(values[r] for values in found)) for r in common]
+    points = [(float(r), sum(values[r] for values in found) / len(found)) for r in common]
     band = [(float(r), min(v[r] for v in found), max(v[r] for v in found)) for r in common] if len(found) > 1 else []
     return Series(label, look, points, band, number, strong)
 

@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def answer(self, status: int, text: str, kind: str) -> None:
-        content = text.encode()
+        content = text.encode(errors="replace")
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
