@@ -233,8 +233,9 @@ def _tiles(run: Run) -> Markup:
     """What a newcomer wants to know first of a single run."""
     found, last = run.headline(AVG), run.history[-1].round
     seconds = sum(timing.seconds for timing in run.timings)
+    when = "final" if last == run.settings.rounds else "so far"
     tiles = [
-        (f"{found['final']:.1f} %", "AVG accuracy, final"),
+        (f"{found['final']:.1f} %", f"AVG accuracy, {when}"),
         (f"{found['best']:.1f} %", f"best, round {found['best_round']}"),
         (f"{last}", "rounds" if last == run.settings.rounds else f"of {run.settings.rounds} rounds"),
         (f"{len(run.holdings.clients):,}" if run.holdings else "", "clients"),
