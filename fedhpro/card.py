@@ -233,11 +233,11 @@ for found in predict({str(run)!r}, ["{sample}"]):
 
 def _again(config: Facts, result: Facts) -> str:
     rows = [("seed", result.get("seed", config.get("seed"))), *(result.get("versions") or {}).items()]
-    command = f"```sh\n{_command(config)}\n```" if config else ""
-    return "\n\n".join(part for part in (_table(("", ""), rows), command) if part)
+    typed = f"```sh\n{command(config)}\n```" if config else ""
+    return "\n\n".join(part for part in (_table(("", ""), rows), typed) if part)
 
 
-def _command(config: Facts) -> str:
+def command(config: Facts) -> str:
     """The method, data and seed, and every other key that is not at its default."""
     from .config import configure
 

@@ -1,4 +1,4 @@
-"""The command line: fedhpro run, resume, compare, costs, predict, export, methods, data, bench."""
+"""The command line: fedhpro run, resume, compare, report, watch, costs, predict, export, methods, data, bench."""
 
 from __future__ import annotations
 
@@ -160,9 +160,45 @@ def compare(
         print(json.dumps(found.rows(), indent=2))
     else:
         out.print(comparison.table(found))
-        out.print(f"saved in {found.folder}: comparison.md, comparison.json, curves.png", highlight=False)
+        out.print(f"saved in {found.folder}: report.html, comparison.md, comparison.json, curves.png", highlight=False)
     if any(result.status == "interrupted" for results in found.results.values() for result in results):
         raise typer.Exit(130)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
+    out_file: Annotated[
+        Path | None,
+        typer.Option("--out", help="The page. \\[default: report.html, in the run folder where there is one run]"),
+    ] = None,
+    tsne: Annotated[bool, typer.Option(help="A t-SNE of the features of each setting: some seconds.")] = True,
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """One self-contained HTML page of a run, or of several side by side."""
+    from .report.page import write_report
+
+    single = len(folders) == 1 and (folders[0] / "config.toml").is_file()
+    target = out_file or (folders[0] / "report.html" if single else Path("report.html"))
+    for problem in write_report(folders, target, tsne=tsne):
+        err.print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    if open_it:
+        typer.launch(str(target.resolve()))
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+) -> None:
+    """The report of a run while it goes on, in the browser, on this machine only. Ctrl-C ends it."""
+    from .report.serve import watch as serve
+
+    def say(address: str) -> None:
+        out.print(f"{folder} at {address} (Ctrl-C ends this)", markup=False, highlight=False, soft_wrap=True)
+
+    serve(folder, port, say)
 
 
 @app.command()
@@ -317,7 +353,7 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
         files = [
             name
-            for name in ("holdings.png", "curves.png", "MODEL_CARD.md", "model.safetensors")
+            for name in ("report.html", "holdings.png", "curves.png", "MODEL_CARD.md", "model.safetensors")
             if (result.folder / name).exists()
         ]
         hint = f"; try: fedhpro predict {result.folder} FILES" if "model.safetensors" in files else ""

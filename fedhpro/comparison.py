@@ -15,6 +15,7 @@ from .errors import ConfigError
 from .evaluation import AVG, headline
 from .files import write_atomically
 from .report.curves import draw_curves
+from .report.page import write_report
 from .runs import Result
 
 # the paper's methods in its order
@@ -106,6 +107,9 @@ class Comparison:
     def save(self) -> None:
         write_atomically(self.folder / "comparison.md", self.markdown())
         write_atomically(self.folder / "comparison.json", json.dumps(self.rows(), indent=2) + "\n")
+        folders = [result.folder for results in self.results.values() for result in results if result.history]
+        if folders:
+            write_report(folders, self.folder / "report.html", tsne=False)
         first = {label: results[0].folder for label, results in self.results.items() if results and results[0].accuracy}
         if len(first) > 1:
             draw_curves(list(first.values()), self.folder / "curves.png", list(first))

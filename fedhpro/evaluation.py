@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 AVG = "AVG"
+HELD_OUT_SAMPLES = "held-out samples"  # of all clients together
 
 
 def accuracy(confusion: Tensor) -> float:
@@ -40,6 +41,14 @@ def domain_accuracies(
         domains.setdefault(name, []).append(measure(confusion))
     means = {name: mean(values) for name, values in domains.items()}
     return means | {AVG: mean(list(means.values()))}
+
+
+def added_up(found: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """One confusion matrix for each name, of all the models tested under it."""
+    sums: dict[str, Tensor] = {}
+    for name, confusion in found:
+        sums[name] = sums[name] + confusion if name in sums else confusion
+    return sums
 
 
 def client_summary(accuracies: dict[int, float], samples: dict[int, int]) -> dict[str, Any]:

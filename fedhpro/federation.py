@@ -17,7 +17,16 @@ from .data.clients import POOLED, ClientData, Samples, cut, merged
 from .data.sources import Source, Split
 from .engines.cpu import HELD_OUT, Engine, InProcess, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled, RunError
-from .evaluation import accuracy, balanced_accuracy, class_accuracies, client_summary, domain_accuracies, mean
+from .evaluation import (
+    HELD_OUT_SAMPLES,
+    accuracy,
+    added_up,
+    balanced_accuracy,
+    class_accuracies,
+    client_summary,
+    domain_accuracies,
+    mean,
+)
 from .memories import ClientMemories, check_budget, generations_of, most_files
 from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
@@ -68,6 +77,7 @@ class Federation:
         )
         self.watch = accounting.Stopwatch()  # of the last round
         self.server_flops: int | None = None  # of an aggregation
+        self.confusion: dict[str, torch.Tensor] = {}  # of the last evaluation: true x predicted, per domain
         # what the server owns
         self.round = 0
         self.stalled = 0
@@ -201,6 +211,7 @@ class Federation:
                 summary.setdefault("accuracy", {"AVG": summary["federated"]["mean"]})
             if head == heads[0]:
                 record |= summary
+                self.confusion = added_up(central or [(HELD_OUT_SAMPLES, m) for m in own.values()])
             record.setdefault("heads", {})[head] = summary.get("accuracy", {})
         return record
 

@@ -1,7 +1,7 @@
 """The run folder: config in, metrics, checkpoints and a model out; and how a run starts, ends and goes on.
 
 config.toml              every key, as validated
-holdings.png             who holds what
+holdings.png .json       who holds what
 metrics.jsonl            one record a round; the same bytes for the same config on CPU
 timings.jsonl            seconds a round, by phase, which are not
 checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
@@ -9,7 +9,8 @@ memories/                what clients keep between their rounds, where they do: 
 model.safetensors .json  the global model and how to use it (of texts: tokenizer.json too)
 server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
 costs.json               bytes by tensor, FLOPs, seconds by phase, peak memory
-result.json curves.png MODEL_CARD.md
+confusion.json           of the last evaluation, per domain
+result.json curves.png MODEL_CARD.md report.html
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -44,6 +45,9 @@ from .files import DamagedFile, load_tensors, save_tensors, write_atomically
 from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
 from .training import copy_into
+
+if TYPE_CHECKING:
+    from .report.picture import Picture
 
 MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
@@ -69,6 +73,27 @@ class Result:
     def headline(self) -> dict[str, Any]:
         """AVG accuracy: final round, best round, mean of the last five evaluations."""
         return headline(self.history)
+
+    def table(self) -> Any:
+        """A row for each evaluated round, accuracies in per cent: a pandas DataFrame, or a list where pandas is not."""
+        rows = [{"round": record["round"]} | record["accuracy"] for record in self.history if "accuracy" in record]
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            return rows
+        return DataFrame(rows).set_index("round") if rows else DataFrame()
+
+    def plot(self) -> Picture:
+        """Accuracy, loss terms and L_GM over the rounds, as a matplotlib figure."""
+        from .report.curves import plot_curves
+
+        return plot_curves([self.folder])
+
+    def tsne(self, samples: int = 400, source: Source | None = None) -> Picture:
+        """Test features, class means and what the server keeps, in the plane. `source`: data handed over in Python."""
+        from .report.embedding import embed, figure_of
+
+        return figure_of(embed(self.folder, source, samples))
 
 
 def run(
@@ -220,9 +245,11 @@ class RunFolder:
 
     def draw_data(self, federation: Federation) -> None:
         """Who holds what, before anything is trained on it."""
-        from .report.holdings import draw_holdings
+        from .report.holdings import draw_holdings, held
 
         draw_holdings(federation.clients, federation.source.classes, self.path / "holdings.png")
+        found = {"classes": list(federation.source.classes), "clients": held(federation.clients)}
+        write_atomically(self.path / "holdings.json", json.dumps(found) + "\n")
 
     def add_round(self, record: Record) -> None:
         self._append(self.metrics, record, safely=True)
@@ -286,6 +313,7 @@ class RunFolder:
     def finish(self, federation: Federation, result: Result) -> None:
         """Everything that a user of the model wants; also after Ctrl-C, from the last finished round."""
         from .report.curves import draw_curves
+        from .report.page import write_report
         from .use import write_card
 
         if federation.exchange == "model":
@@ -296,9 +324,19 @@ class RunFolder:
         table = accounting.tensor_table(federation.sent(), federation.upload)
         write_atomically(self.path / "costs.json", json.dumps(result.costs | {"tensors": table}, indent=2) + "\n")
         write_atomically(self.path / "result.json", json.dumps(self._summary(federation, result), indent=2) + "\n")
+        if federation.confusion:  # not of a resumed run that had nothing left to do
+            write_atomically(self.path / "confusion.json", json.dumps(self._confusion(federation, result)) + "\n")
         if result.accuracy:
             draw_curves([self.path], self.path / "curves.png")
         write_card(self.path)
+        write_report([self.path], self.path / "report.html", tsne=False)
+
+    def _confusion(self, federation: Federation, result: Result) -> Record:
+        return {
+            "round": [record["round"] for record in result.history if "accuracy" in record][-1],
+            "classes": list(federation.source.classes),
+            "domains": {name: matrix.tolist() for name, matrix in federation.confusion.items()},
+        }
 
     def _summary(self, federation: Federation, result: Result) -> Record:
         last = result.history[-1]

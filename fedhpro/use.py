@@ -49,6 +49,7 @@ FORMAT = 1  # of model.json
 DIMENSIONS = {"image": 3, "text": 1}  # of a sample, by the kind in model.json
 RUN_FILES = {"model.safetensors", "model.json", "server.safetensors", "config.toml", "result.json"}
 RUN_FILES |= {"metrics.jsonl", "timings.jsonl", "costs.json", "curves.png", "MODEL_CARD.md", "tokenizer.json"}
+RUN_FILES |= {"holdings.png", "holdings.json", "confusion.json", "report.html"}
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")  # in folders
 PATH_COLUMNS = {"path", "file", "filename", "image"}
 TEXT_COLUMN = "text"
@@ -106,10 +107,17 @@ class Predictor(nn.Module):
         if not torch.jit.is_tracing() and tuple(samples.shape[1:]) != self.shape:
             wanted = ", ".join(map(str, self.shape))
             raise ValueError(f"{self.takes} must be [n, {wanted}], not {list(samples.shape)}")
-        if self.tokenizer is None:
-            samples = torch.addcmul(-self.shift, samples.float(), self.scale)
-        logits: Tensor = self.net(samples)
+        logits: Tensor = self.net(self._normalised(samples))
         return logits.softmax(1)
+
+    def features(self, samples: Tensor) -> Tensor:
+        """The vectors z [n, d] that the classifier sees."""
+        return self.net.features(self._normalised(samples))
+
+    def _normalised(self, samples: Tensor) -> Tensor:
+        if self.tokenizer is not None:
+            return samples
+        return torch.addcmul(-self.shift, samples.float(), self.scale)
 
 
 # --- the model of a run ------------------------------------------------------------------------------------------

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..evaluation import AVG
 from ..files import write_atomically
+
+if TYPE_CHECKING:
+    from .picture import Picture
 
 # colour-blind safe (Okabe and Ito)
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8c8c8c")
 
 
 def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = None) -> None:
-    """One run: accuracy per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
-    from matplotlib.figure import Figure  # heavy, and not needed by who only trains
+    write_atomically(out, plot_curves(runs, names)._repr_png_())
 
+
+def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Picture:
+    """One run: accuracy per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
     from ..runs import RunFolder
+    from .picture import Picture  # heavy, and not needed by who only trains
 
     histories = [RunFolder(run).records() for run in runs]
     if len(runs) == 1:
         history = histories[0]
-        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        figure = Picture(figsize=(12, 3.6), layout="constrained")
         accuracy, loss, matching = figure.subplots(1, 3)
         for name, colour in zip(_keys(history, "accuracy"), COLOURS, strict=False):
             wide = 2.6 if name == AVG else 1.4
@@ -41,16 +46,14 @@ def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = N
         else:
             matching.set_visible(False)
     else:
-        figure = Figure(figsize=(6.4, 4), layout="constrained")
+        figure = Picture(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         labels = names or [run.name for run in runs]
         for number, (history, label) in enumerate(zip(histories, labels, strict=True)):
             style = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
             _line(axes, history, "accuracy", AVG, COLOURS[number % len(COLOURS)], 2.0, label, style)
         _dress(axes, "mean accuracy of the domains, first seed", "%")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    write_atomically(out, buffer.getvalue())
+    return figure
 
 
 def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:

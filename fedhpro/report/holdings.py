@@ -32,6 +32,16 @@ def holdings(clients: Sequence[ClientData], num_classes: int) -> np.ndarray:
     return torch.stack([own.bincount(minlength=num_classes) for own in labels]).numpy()
 
 
+def held(clients: Sequence[ClientData]) -> list[dict[str, Any]]:
+    """The same for a file: the domain of each client, and its samples of the classes that it has any of."""
+    found = []
+    for client in clients:
+        labels, counts = torch.cat((client.train.y, client.held_out.y)).unique(return_counts=True)
+        samples = {str(c): n for c, n in zip(labels.tolist(), counts.tolist(), strict=True)}
+        found.append({"domain": client.domain, "samples": samples})
+    return found
+
+
 def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Path) -> None:
     """Clients, grouped and coloured by domain, against classes, with the totals of both at the margins. The area of a
     bubble is the number of samples; where there are too many for bubbles, a darker cell holds more.
