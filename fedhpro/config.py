@@ -105,7 +105,11 @@ class Config(BaseModel):
     compress: Literal["fp16", "bf16"] | None = Field(
         None, description="numbers of an uploaded model in half their bytes (flower)"
     )
-    round_deadline: float = Field(600, gt=0, description="seconds that a round waits for its clients (flower)")
+    round_deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds a round waits for clients; none: 600 with data=sites, else 12 hours (flower)",
+    )
     join_deadline: float = Field(600, gt=0, description="seconds to wait for clients that are not there (flower)")
     compile: bool = Field(False, description="torch.compile inside the captured steps (cuda)")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")

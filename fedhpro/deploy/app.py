@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import Config
-from ..data.sites import outline
-from ..data.sources import SITES
 from ..errors import ConfigError
-from ..federation import check_engine
+from ..federation import build_clients, check_engine, load_source
 from ..files import write_atomically
 from ..version import __version__
 
@@ -47,12 +45,11 @@ __all__ = ["app"]
 '''
 
 
-def write_app(folder: Path, config: Config) -> None:
-    """A run folder that is named is where the operator meant it when this was written."""
+def write_app(folder: Path, config: Config) -> int:
+    """The app, and the number of its clients. A run folder that is named is one of the machine that writes this."""
     config = config.replace(engine="flower")
     check_engine(config)
-    if config.data == SITES:
-        outline(config)  # says what is missing
+    clients = build_clients(config, load_source(config), config.build_method())
     if config.out != "auto":
         config = config.replace(out=str(Path(config.out).absolute()))
     files = {"pyproject.toml": PYPROJECT, "config.toml": config.to_toml()}
@@ -62,3 +59,4 @@ def write_app(folder: Path, config: Config) -> None:
             write_atomically(folder / name, text)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from None
+    return len(clients)

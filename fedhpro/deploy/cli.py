@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..config import configure, parse
+from ..data.sources import SITES
 from ..errors import ConfigError
 
 deploy_app = typer.Typer(
@@ -27,10 +28,12 @@ def app(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any key of the config.", show_default=False)
     ] = None,
 ) -> None:
-    """Write a Flower app for `flwr run`: the run of these keys."""
+    """Write a Flower app, the run of these keys, and print the `flwr run` that starts it."""
     from .app import write_app
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: choose another")
-    write_app(folder, configure(**({"engine": "flower"} | parse(keys or []))))
-    typer.echo(f"written: {folder}; start it with `flwr run {folder} --stream`")
+    config = configure(**({"engine": "flower"} | parse(keys or [])))
+    nodes = write_app(folder, config)
+    simulated = f'--federation-config "num-supernodes={nodes} client-resources-num-cpus=1"'
+    typer.echo(f"flwr run {folder} --stream" + ("" if config.data == SITES else f" {simulated}"))

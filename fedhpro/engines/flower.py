@@ -36,13 +36,14 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # it would warn of what it will do one day
 }
 for _name, _value in QUIET.items():
     os.environ.setdefault(_name, _value)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
 
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from ..federation import Federation
 
 log = logging.getLogger("fedhpro.flower")
+SITES_DEADLINE = 600.0  # seconds for a round, where the config has none
 POLLS = 0.05, 1.0  # seconds between two looks for replies: at first, and at most
 ABOUT, TENSORS = "about", "tensors"  # the records of a message
 
@@ -118,6 +120,8 @@ class FlowerEngine:
         self.nodes: dict[int, int] = {}  # client -> the node that said hello as that client
         self.turned_away: dict[int, str] = {}  # client -> why its node is not one of these
         self.greetings: dict[int, str] = {}  # node -> the message that it has yet to answer
+        sites = self.config.data == SITES  # what is simulated is slow, but does not get lost
+        self.deadline = self.config.round_deadline or (SITES_DEADLINE if sites else float(DEFAULT_TTL))
         self.digest = digest_of(federation)
         self.text = shared_text(self.config)
         everybody = range(len(federation.clients))
@@ -138,7 +142,7 @@ class FlowerEngine:
                 held = sorted(r for client, r in memory.pinned if client == k)
                 what = {"round": round, "generation": memory.generations.get(k, 0), "held": held}
                 messages[k] = self.message("train", k, what, record)
-        replies = self.ask(messages, self.config.round_deadline)
+        replies = self.ask(messages, self.deadline)
         for k in clients:
             yield self.answer(k, next(replies)[1] if k in messages else None)
 
@@ -175,7 +179,7 @@ class FlowerEngine:
             }
             messages[k] = self.message("evaluate", k, what, record)
         found: dict[Test, Tensors] = {}
-        for k, reply in self.ask(messages, self.config.round_deadline):
+        for k, reply in self.ask(messages, self.deadline):
             try:
                 _, tensors = self.read(k, reply)
                 found |= self.confusions(remote[k], tensors, sent)
@@ -215,13 +219,17 @@ class FlowerEngine:
     # messages
 
     def message(self, kind: str, k: int, what: Record, tensors: ArrayRecord | None = None) -> Message:
-        return self._message(kind, self.nodes[k], what, self.config.round_deadline, tensors)
+        return self._message(kind, self.nodes[k], what, self.deadline, tensors)
 
     def _message(
         self, kind: str, node: int, what: Record, seconds: float, tensors: ArrayRecord | None = None
     ) -> Message:
         memories = self.federation.memories
-        request = what | {"config": self.text, "run": memories.run_id, "memories": str(memories.folder.absolute())}
+        request = what | {"config": self.text}
+        if self.config.data == SITES:
+            request["run"] = memories.run_id
+        else:
+            request["memories"] = str(memories.folder.absolute())
         content = RecordDict({ABOUT: ConfigRecord(request), TENSORS: tensors or ArrayRecord()})
         return Message(content, node, kind, ttl=seconds, group_id=str(what.get("round", "")))
 
@@ -256,7 +264,7 @@ class FlowerEngine:
     def read(self, k: int | None, reply: Message | Exception | None) -> tuple[Record, Tensors]:
         """What a reply says, and its tensors; Refused, with the reason, where it cannot be used."""
         if reply is None:
-            raise Refused(f"no answer within {self.config.round_deadline:g} seconds")
+            raise Refused(f"no answer within {self.deadline:g} seconds")
         if isinstance(reply, Exception):
             raise Refused(f"its reply cannot be unpacked: {_sentence(reply)}")
         if reply.has_error():
@@ -389,7 +397,7 @@ def _simulate(app: ServerApp, nodes: int, workers: int, folder: str) -> None:
         client_app,
         nodes,
         backend_config={
-            "init_args": {"num_cpus": workers, "_temp_dir": folder},
+            "init_args": {"num_cpus": workers, "_temp_dir": folder, "logging_level": logging.ERROR},
             "client_resources": {"num_cpus": 1, "num_gpus": 0},
         },
     )
@@ -482,10 +490,13 @@ class Keepsakes:
 
     def __init__(self, site: Site, k: int, context: Context, request: Mapping[str, Any]) -> None:
         self.k, self.state = k, context.state
-        folder = context.node_config.get("memory-dir") if site.own else request["memories"]
-        path = Path(str(folder), str(request["run"]), f"client-{k}") if site.own else Path(str(folder))
-        self.files = ClientMemories(path) if folder else None
         self.shared = not site.own  # with other clients and the server, who clears it
+        if self.shared:
+            self.files: ClientMemories | None = ClientMemories(Path(str(request["memories"])))
+        elif folder := context.node_config.get("memory-dir"):
+            self.files = ClientMemories(Path(str(folder), str(request["run"]), f"client-{k}"))
+        else:
+            self.files = None
 
     def recall(self, generation: int) -> tuple[Tensors, int]:
         """That generation, else the newest there is, and which one it is; 0: none."""
