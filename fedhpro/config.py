@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .data.catalog import canonical
-from .data.sources import DEFAULTS, SOURCES
+from .data.sources import DEFAULTS, SITES, SOURCES
 from .errors import ConfigError
 from .methods import METHODS, Method
 from .models import GROUPS, MODELS, STEMS
@@ -55,6 +55,11 @@ class Config(BaseModel):
     augment: Literal["sample", "batch", "auto", "off"] = Field(
         "sample", description="random crop and flip of each sample; one for a whole batch; with AutoAugment; none"
     )
+    classes: str | None = Field(None, description="names of all classes, with commas between them (data=sites)")
+    image_size: int = Field(32, ge=8, description="pixels of a side (data=sites)")
+    channels: int = Field(3, ge=1, description="channels of an image (data=sites)")
+    pixel_mean: str | None = Field(None, description="of each channel, with commas; none: ImageNet's (data=sites)")
+    pixel_std: str | None = Field(None, description="the same for the standard deviation (data=sites)")
     # model
     model: str = Field("resnet10", description="the network; htfe2, 3, 5, 8: client k has network k mod 2, 3, 5, 8")
     width: int | None = Field(16, ge=1, description="base filters of a ResNet; none: 64")
@@ -88,7 +93,7 @@ class Config(BaseModel):
     held_out: float = Field(0.2, gt=0, lt=1, description="share that clients hold out when evaluation is federated")
     evaluate_every: int = Field(1, ge=1, description="rounds between evaluations; the last round always is")
     # machine and files
-    engine: Literal["cpu", "cuda"] = Field("cpu", description="where clients run")
+    engine: Literal["cpu", "cuda", "flower"] = Field("cpu", description="where clients run")
     workers: int | None = Field(
         None,
         ge=0,
@@ -97,6 +102,15 @@ class Config(BaseModel):
     precision: Literal["auto", "fp32", "tf32", "bf16"] = Field(
         "auto", description="of the convolutions on a GPU; auto: tf32, which is torch's own default there"
     )
+    compress: Literal["fp16", "bf16"] | None = Field(
+        None, description="numbers of an uploaded model in half their bytes (flower)"
+    )
+    round_deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds a round waits for clients; none: 600 with data=sites, else 12 hours (flower)",
+    )
+    join_deadline: float = Field(600, gt=0, description="seconds to wait for clients that are not there (flower)")
     compile: bool = Field(False, description="torch.compile inside the captured steps (cuda)")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
@@ -176,9 +190,9 @@ def configure(**keys: Any) -> Config:
 
 
 def own_data(keys: Mapping[str, Any]) -> list[str]:
-    """`folder:PATH` and `csv:PATH` are data too, and `python:NAME`, a source that a program handed over."""
+    """`folder:PATH` and `csv:PATH` are data too, `python:NAME`, a source that a program handed over, and `sites`."""
     name = str(keys.get("data"))
-    return [name] if name.startswith(("folder:", "csv:", "python:")) else []
+    return [name] if name.startswith(("folder:", "csv:", "python:")) or name == SITES else []
 
 
 def method_keys(method: str) -> dict[str, Any]:

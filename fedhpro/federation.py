@@ -11,10 +11,11 @@ import torch
 
 from . import accounting, data, models, wire
 from .config import Config, worker_count
+from .data import sites
 from .data.autoaugment import PolicyName
 from .data.batches import Transform
 from .data.clients import POOLED, ClientData, Samples, cut, merged
-from .data.sources import Source, Split
+from .data.sources import SITES, Source, Split
 from .engines.cpu import HELD_OUT, Engine, InProcess, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled, RunError
 from .evaluation import (
@@ -38,8 +39,11 @@ Record = dict[str, Any]
 class Federation:
     """Server, clients and engine of one run. `model`, `state` and `memories` are all that a checkpoint has to hold."""
 
-    def __init__(self, config: Config, source: Source | None = None) -> None:
+    def __init__(self, config: Config, source: Source | None = None, grid: Any = None) -> None:
+        """grid: what Flower gave its ServerApp to reach the nodes by; without it, engine=flower simulates them."""
+        check_engine(config)
         self.config = config
+        self.grid = grid
         self.source = load_source(config, source)
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
@@ -91,7 +95,9 @@ class Federation:
 
     def __enter__(self) -> Federation:
         workers = worker_count(self.config, len(self.clients))
-        if self.trainer.device.type == "cuda":
+        if self.config.engine == "flower":
+            self.engine = self._flower_engine(workers)
+        elif self.trainer.device.type == "cuda":
             self.engine = self._gpu_engine(workers)
         elif workers == 0:
             self.engine = InProcess(self.trainer)
@@ -107,6 +113,13 @@ class Federation:
         if self.config.augment == "auto" or workers == 0:
             return InProcess(self.trainer)
         return cuda.Graphs(self.trainer, self.config.workers, self.config.compile)
+
+    def _flower_engine(self, workers: int) -> Engine:
+        try:
+            from .engines import flower
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"engine=flower needs Flower, pip install 'fedhpro[flower]': {error}") from None
+        return flower.Simulation(self, max(1, workers)) if self.grid is None else flower.FlowerEngine(self, self.grid)
 
     def __exit__(self, *_: object) -> None:
         if self.engine is not None:
@@ -152,9 +165,11 @@ class Federation:
                 reason = answer.error or wire.problem(answer.upload, self.schema)
                 if reason is None:
                     self._accept(answer.upload, average, reports, losses)
-                    bytes_up += wire.num_bytes(answer.upload)
+                    bytes_up += wire.num_bytes(answer.upload) if answer.bytes is None else answer.bytes
                     if answer.memory:
                         self.memories.store(answer.client, number, answer.memory)
+                    elif answer.remembered:
+                        self.memories.note(answer.client, number)
                 else:
                     refused.append({"client": answer.client, "reason": reason})
                 if on_client:
@@ -241,6 +256,8 @@ class Federation:
     def memory_need(self) -> tuple[int, int]:
         """Bytes of a client's memory on disk, and the most files of that size that there can be at once."""
         c, sizes = self.config, [wire.num_bytes(form) for form in self._memory_forms]
+        if c.data == SITES:  # on the sites' disks
+            return 0, 0
         most = most_files(len(self.clients), self.per_round, c.rounds, c.checkpoint_every, c.keep_checkpoints)
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
@@ -288,7 +305,8 @@ class Federation:
             for domain in self.source.domains:
                 sets[f"server/{domain.name}"] = domain.test if self.config.split == "test" else domain.validation
         if self.config.evaluation != "central":
-            sets |= {f"{HELD_OUT}{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out)}
+            known = self.config.data != SITES  # how many samples a site has, it says itself
+            sets |= {f"{HELD_OUT}{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out) or not known}
         return sets
 
     def tests(self) -> list[Test]:
@@ -307,12 +325,20 @@ class Federation:
 
 def load_source(config: Config, source: Source | None = None) -> Source:
     """The data of a run; where settings are chosen on a validation part, with that part held apart."""
+    if config.data == SITES:
+        return sites.outline(config)
     source = source or data.load(config.data)
     return data.with_validation(source) if config.split == "validation" else source
 
 
 def build_clients(config: Config, source: Source, method: Method) -> list[ClientData]:
     """The clients of the config's scenario, or one with everybody's samples."""
+    if config.data == SITES:
+        if method.pools_data:
+            raise ConfigError(
+                f"method={config.method} has all samples in one place, and with data=sites they stay apart"
+            )
+        return sites.unknown(config, source)
     clients = cut(
         source,
         scenario=config.scenario,
@@ -349,10 +375,24 @@ def choose_exchange(config: Config, method: Method) -> str:
     return config.exchange
 
 
+def check_engine(config: Config) -> None:
+    """What only goes with Flower, and what does not go with it."""
+    if config.engine == "flower" and config.data.startswith("python:"):
+        raise ConfigError(
+            f"engine=flower: {config.data} was handed over in Python, and clients in other processes cannot load it"
+        )
+    if config.engine != "flower" and config.data == SITES:
+        raise ConfigError(f"data=sites: the data is on the machines of the sites, which engine={config.engine} has not")
+    if config.engine != "flower" and config.compress is not None:
+        raise ConfigError(f"compress={config.compress}: nothing travels with engine={config.engine}, only with flower")
+    if config.data == SITES and config.evaluation != "federated":
+        raise ConfigError(f"evaluation={config.evaluation}: with data=sites only the sites have samples to test on")
+
+
 def choose_device(config: Config) -> torch.device:
-    if config.engine == "cpu":
+    if config.engine in ("cpu", "flower"):
         if config.precision not in ("auto", "fp32"):
-            raise ConfigError(f"precision={config.precision}: the cpu engine computes in fp32")
+            raise ConfigError(f"precision={config.precision}: the {config.engine} engine computes in fp32")
         return torch.device("cpu")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # each stream its own way to the GPU
     if not torch.cuda.is_available():

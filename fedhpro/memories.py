@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, RunError
-from .files import DamagedFile, is_whole, load_tensors, save_tensors
+from .files import DamagedFile, is_whole, load_tensors, save_tensors, write_atomically
 from .methods.base import Tensors
 
 GB = 10**9
+RUN_ID = "run-id"
 Generations = dict[int, int]  # client -> the round that wrote its memory
 
 
@@ -34,12 +36,13 @@ class ClientMemories(Mapping[int, Tensors]):
     def __init__(self, folder: Path | None = None) -> None:
         """Without a folder, a temporary one that goes with this object."""
         self._folder = folder
+        self.elsewhere = False  # the files are with the clients, on machines of their own
         self.generations: Generations = {}
         self.pinned: set[tuple[int, int]] = set()  # what checkpoints refer to
 
     def __getitem__(self, k: int) -> Tensors:
         try:
-            return load_tensors(self._path(k, self.generations[k]))[0]
+            return load_tensors(self.path(k, self.generations[k]))[0]
         except (OSError, DamagedFile) as error:
             raise RunError(f"what client {k} remembers is lost: {error}") from None
 
@@ -52,31 +55,48 @@ class ClientMemories(Mapping[int, Tensors]):
     def __len__(self) -> int:
         return len(self.generations)
 
+    @property
+    def folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="fedhpro-memories-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run for those who keep its memories elsewhere: the same after a resume."""
+        path = self.folder / RUN_ID
+        if not path.exists():
+            write_atomically(path, uuid.uuid4().hex)
+        return path.read_text(encoding="utf-8")
+
     def store(self, k: int, round: int, tensors: Tensors) -> None:
+        save_tensors(self.path(k, round), tensors)
+        self.note(k, round)
+
+    def note(self, k: int, round: int) -> None:
+        """That a client's memory of that round is there now."""
         before = self.generations.get(k)
-        save_tensors(self._path(k, round), tensors)
         self.generations[k] = round
         if before is not None and before != round and (k, before) not in self.pinned:
-            self._path(k, before).unlink(missing_ok=True)
+            self.path(k, before).unlink(missing_ok=True)
 
     def has(self, generations: Generations) -> bool:
         """Whether all of them are there, each as long as it was written."""
-        return all(is_whole(self._path(k, round)) for k, round in generations.items())
+        return self.elsewhere or all(is_whole(self.path(k, round)) for k, round in generations.items())
 
     def prune(self, pinned: set[tuple[int, int]]) -> None:
         """Keep what checkpoints refer to, and the present."""
         self.pinned = pinned
         if self._folder is not None and self._folder.exists():
-            wanted = {self._path(k, round) for k, round in pinned | set(self.generations.items())}
+            wanted = {self.path(k, round) for k, round in pinned | set(self.generations.items())}
+            wanted.add(self.folder / RUN_ID)
             for path in self._folder.iterdir():
                 if path not in wanted:
                     path.unlink()
 
-    def _path(self, k: int, round: int) -> Path:
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="fedhpro-memories-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        return self._folder / f"client-{k}-round-{round}.safetensors"
+    def path(self, k: int, round: int) -> Path:
+        return self.folder / f"client-{k}-round-{round}.safetensors"
 
 
 def most_files(clients: int, per_round: int, rounds: int, checkpoint_every: int, keep_checkpoints: int) -> int:

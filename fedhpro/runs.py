@@ -37,7 +37,7 @@ from . import __version__, accounting
 from . import config as configuration
 from .callbacks import Callback
 from .config import Config, configure
-from .data.sources import Source
+from .data.sources import SITES, Source
 from .errors import ConfigError
 from .evaluation import headline
 from .federation import Federation, Record
@@ -45,12 +45,14 @@ from .files import DamagedFile, load_tensors, save_tensors, write_atomically
 from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
 from .training import copy_into
+from .wire import compress
 
 if TYPE_CHECKING:
     from .report.picture import Picture
 
 MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
+MAY_CHANGE |= {"round_deadline", "join_deadline"}
 
 
 @dataclass
@@ -101,25 +103,35 @@ def run(
     *,
     callbacks: Sequence[Callback] = (),
     source: Source | None = None,
+    grid: Any = None,
     **keys: Any,
 ) -> Result:
-    """Train, as `fedhpro run` does. Keys may come as a Config, a mapping or keyword arguments."""
+    """Train, as `fedhpro run` does. Keys may come as a Config, a mapping or keyword arguments. grid: see Federation."""
     if isinstance(config, Config):
         config = config.replace(**keys) if keys else config
     else:
         config = configure(**(dict(config or {}) | keys))
     if source is not None:
         config = config.model_copy(update={"data": f"python:{source.name}"})  # so that no record claims other data
-    federation = Federation(config, source)  # everything that can be wrong with the config shows here, before any file
+    federation = Federation(
+        config, source, grid
+    )  # everything that can be wrong with the config shows here, before any file
     check_disk(*federation.memory_need(), Path("runs" if config.out == "auto" else config.out, MEMORIES))
     folder = RunFolder.create(config)
+    folder.memories.elsewhere = config.data == SITES
     federation.memories = folder.memories
-    folder.draw_data(federation)
+    if config.data != SITES:
+        folder.draw_data(federation)
     return _go(federation, folder, [], callbacks)
 
 
 def resume(
-    path: str | Path, *, callbacks: Sequence[Callback] = (), source: Source | None = None, **keys: Any
+    path: str | Path,
+    *,
+    callbacks: Sequence[Callback] = (),
+    source: Source | None = None,
+    grid: Any = None,
+    **keys: Any,
 ) -> Result:
     """Go on from the newest sound checkpoint, to the metrics of an uninterrupted run. `rounds` may be raised."""
     folder = RunFolder.open(Path(path))
@@ -130,11 +142,14 @@ def resume(
     if "rounds" in changed and config.lr_schedule == "cosine":
         raise ConfigError("rounds cannot change in the middle of a run: the cosine schedule of lr depends on it")
     config = config.replace(**keys)
+    folder.memories.elsewhere = config.data == SITES
+    if config.data == SITES and grid is None:
+        raise ConfigError(f"{folder.path} is the run of a deployment: it goes on when its app is started again")
     records = folder.records()
     tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
     if config.rounds < meta.get("round", 0):
         raise ConfigError(f"rounds={config.rounds}: {meta['round']} rounds of {folder.path} are done already")
-    federation = Federation(config, source)
+    federation = Federation(config, source, grid)
     federation.memories = folder.memories
     check_disk(*federation.memory_need(), folder.path / MEMORIES)
     if tensors:
@@ -145,13 +160,13 @@ def resume(
     return _go(federation, folder, history, callbacks)
 
 
-def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = ()) -> Result:
+def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = (), grid: Any = None) -> Result:
     """The run of that folder: done already, to be gone on with, or new."""
     if not (Path(config.out) / "config.toml").is_file():
-        return run(config, callbacks=callbacks)
+        return run(config, callbacks=callbacks, grid=grid)
     if configuration.load(Path(config.out)) != config:
         raise ConfigError(f"{config.out} holds a run with another config: choose another folder")
-    return resume(config.out, callbacks=callbacks)
+    return resume(config.out, callbacks=callbacks, grid=grid)
 
 
 def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:
@@ -321,7 +336,8 @@ class RunFolder:
         if federation.state:
             save_tensors(self.path / "server.safetensors", federation.state)
         result.costs = accounting.run_costs(federation, result.history, self.records(self.timings))
-        table = accounting.tensor_table(federation.sent(), federation.upload)
+        travelling = compress(federation.upload, federation.config.compress)
+        table = accounting.tensor_table(federation.sent(), travelling)
         write_atomically(self.path / "costs.json", json.dumps(result.costs | {"tensors": table}, indent=2) + "\n")
         write_atomically(self.path / "result.json", json.dumps(self._summary(federation, result), indent=2) + "\n")
         if federation.confusion:  # not of a resumed run that had nothing left to do

@@ -54,6 +54,31 @@ def misfit(upload: Tensors, schema: Schema) -> str | None:
     return None
 
 
+COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def compress(upload: Tensors, kind: str | None) -> Tensors:
+    """The model's numbers in half their bytes; what the method reports stays as it is."""
+    if kind is None:
+        return upload
+    return {
+        name: value.to(COMPRESSED[kind]) if name.startswith("model/") and value.is_floating_point() else value
+        for name, value in upload.items()
+    }
+
+
+def expand(upload: Tensors, kind: str | None, schema: Schema) -> Tensors:
+    """The upload as the schema has it. What is not compressed as agreed stays as it is, for `problem` to find."""
+    if kind is None:
+        return upload
+    return {
+        name: value.to(schema[name][1])
+        if name.startswith("model/") and name in schema and value.dtype == COMPRESSED[kind]
+        else value
+        for name, value in upload.items()
+    }
+
+
 class Mean:
     """The weighted mean of uploads (Eq 1), folded in one at a time, in float64 so that their number does not matter."""
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tiny_source, tmp_path):
 def test_without_a_run_folder_they_are_in_a_temporary_one_that_goes(tiny_source):
     with Federation(configure(**MOON), tiny_source) as federation:
         federation.next_round()
-    folder = next(iter(federation.memories._path(0, 1).parents))
+    folder = next(iter(federation.memories.path(0, 1).parents))
     assert len(names(folder)) == len(federation.memories) == 2
     del federation
     gc.collect()

@@ -47,6 +47,7 @@ class Options:
     seed: int = 0  # of that cut
     crop: int | None = None  # pixels of random shift in training; none: an eighth of the side
     flip: bool = False  # in training, at random, left to right
+    partial: bool = False  # one site of several: a class may be missing, or be the only one
 
     def __post_init__(self) -> None:
         if self.size < SMALLEST:
@@ -189,9 +190,9 @@ def from_tensors(
 YES_OR_NO = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def open_own(spec: str) -> Source | None:
+def open_own(spec: str, **more: Any) -> Source | None:
     """The source that `data=folder:PATH` or `data=csv:PATH` means, with options behind commas, such as
-    `csv:list.csv,label_column=finding,size=64`; None for anything else.
+    `csv:list.csv,label_column=finding,size=64`; None for anything else. More options win over those.
     """
     kind, colon, rest = spec.partition(":")
     if not colon or kind not in ("folder", "csv"):
@@ -215,7 +216,7 @@ def open_own(spec: str) -> Source | None:
             raise DataError(f"{spec}: {key}={value} is not a number") from None
     if not path:
         raise DataError(f"{spec} names no file: write {kind}:PATH")
-    return (from_folder if kind == "folder" else from_csv)(Path(path).expanduser(), **options)
+    return (from_folder if kind == "folder" else from_csv)(Path(path).expanduser(), **(options | more))
 
 
 # --- from samples to a source ------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def _source(
     name: str, x: Tensor, samples: list[Sample], options: Options, about: str, classes: list[str] | None = None
 ) -> Source:
     classes = classes or sorted({sample.label for sample in samples}, key=_natural)
-    if len(classes) < 2:
+    if len(classes) < 2 and not options.partial:
         raise DataError(f"there is only one class, {classes[0]!r}: a classifier needs at least two")
     places = {label: number for number, label in enumerate(classes)}
     y = np.array([places[sample.label] for sample in samples])
@@ -240,7 +241,8 @@ def _source(
         train, validation, test = (Split(x[rows[part]], torch.from_numpy(y[rows[part]])) for part in parts)
         domains.append(Domain(site or name, train, validation, test, True, f"{about}, {site}" if site else about))
     learnt = torch.cat([domain.train.y for domain in domains]).unique().tolist()
-    if missing := [title for number, title in enumerate(classes) if number not in learnt]:
+    missing = [title for number, title in enumerate(classes) if number not in learnt]
+    if missing and not options.partial:
         raise DataError(f"class {missing[0]!r} has no training sample: add some, or remove the class")
     mean, std = _statistics([domain.train.x for domain in domains])
     return Source(

@@ -192,8 +192,10 @@ def _tokenizer(found: Stored) -> Tokenizer:
     return Tokenizer.from_json(found.text("tokenizer.json"))
 
 
+SITES = "sites"  # data that nobody here has: each site of a deployment has its own (data/sites.py)
 SOURCES: dict[str, Callable[[], Source]] = {"digits-lite": _digits_lite, "docs-lite": _docs_lite}
 SOURCES |= {name: functools.partial(_of_catalog, name) for name in CATALOG}
 # keys whose defaults are made for digits-lite and do not fit other data
 DEFAULTS: dict[str, dict[str, Any]] = {"docs-lite": dict(TEXTS)}
 DEFAULTS |= {name: dict(dataset.defaults) for name, dataset in CATALOG.items()}
+DEFAULTS[SITES] = {"engine": "flower", "evaluation": "federated"}

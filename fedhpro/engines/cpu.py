@@ -34,6 +34,8 @@ class Answer:
     upload: Tensors
     memory: Tensors
     error: str | None = None  # why there is no upload
+    remembered: bool = False  # the client keeps its memory itself, and has a new one
+    bytes: int | None = None  # that travelled, where they are not the upload's own
 
 
 @dataclass(frozen=True)

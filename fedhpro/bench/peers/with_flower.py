@@ -22,7 +22,7 @@ client_app, server_app = ClientApp(), ServerApp()
 def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     net = make_net(str(message.content["config"]["model"]))
-    net.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    net.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     x, y = workload.samples(int(context.node_config["partition-id"]))
     optimizer = torch.optim.SGD(net.parameters(), workload.LR, momentum=workload.MOMENTUM)
     for _ in range(workload.EPOCHS):

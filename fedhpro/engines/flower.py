@@ -1,0 +1,607 @@
+"""Clients as nodes of Flower: simulated here (engine=flower), or on machines of their own (fedhpro deploy).
+
+The federation's round is the same as on every engine; only how tensors get to clients and back is Flower's. So this is
+an Engine over Flower's public Grid, and not one of its Strategies: a Strategy owns the loop over the rounds, and that
+of its base class counts from 1, waits without limit for nodes, and keeps one ArrayRecord from round to round, where a
+method of ours has a model, a state and a generator, and a checkpoint of them that a run goes on from.
+
+A request to a node is named tensors (what `Federation.sent` gives) and a ConfigRecord; a reply is the same. A client is
+known by the partition id in its node's config. It has said hello, with its version and a digest of config and tensors,
+before it is asked for anything else. Uploads are folded in the order of dispatch, whatever order they come in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import logging
+import math
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# before flwr and ray are imported: nothing is reported, looked up or installed, and no port but on this machine
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # it would warn of what it will do one day
+}
+for _name, _value in QUIET.items():
+    os.environ.setdefault(_name, _value)
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
+from flwr.serverapp import Grid, ServerApp  # noqa: E402
+
+from .. import wire  # noqa: E402
+from ..callbacks import Callback  # noqa: E402
+from ..config import Config, configure, load, parse  # noqa: E402
+from ..data.sites import SiteError, site_data  # noqa: E402
+from ..data.sources import SITES, Split  # noqa: E402
+from ..errors import ConfigError, FederationStalled, RunError, UserError  # noqa: E402
+from ..memories import ClientMemories  # noqa: E402
+from ..methods.base import Tensors  # noqa: E402
+from ..version import __version__  # noqa: E402
+from .cpu import HELD_OUT, Answer, InProcess, Memories, Record, Test, one_thread  # noqa: E402
+
+if TYPE_CHECKING:
+    from ..federation import Federation
+
+log = logging.getLogger("fedhpro.flower")
+SITES_DEADLINE = 600.0  # seconds for a round, where the config has none
+POLLS = 0.05, 1.0  # seconds between two looks for replies: at first, and at most
+ABOUT, TENSORS = "about", "tensors"  # the records of a message
+
+
+class Refused(Exception):
+    """Why a reply, or its absence, is of no use."""
+
+
+# --- named tensors as records --------------------------------------------------------------------------------------
+
+
+def to_record(tensors: Tensors) -> ArrayRecord:
+    """bfloat16, which numpy has not, travels as the int16 of the same bits."""
+    plain = {n: v.view(torch.int16) if v.dtype == torch.bfloat16 else v for n, v in tensors.items()}
+    return ArrayRecord({name: Array(value.detach().contiguous().numpy()) for name, value in plain.items()})
+
+
+def from_record(record: Mapping[str, Array], sixteen_bits: bool = False) -> Tensors:
+    """Tensors of their own. A hostile header cannot make them larger than what was received."""
+    tensors = {}
+    for name, array in record.items():
+        stream = io.BytesIO(array.data)
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError(f"{name} is in another format than that of np.save")
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(array.data) - stream.tell():
+            raise ValueError(f"{name} has other bytes than its header says")
+        values = np.frombuffer(array.data, dtype, offset=stream.tell())
+        value = torch.from_numpy(values.reshape(shape, order="F" if by_columns else "C").copy())
+        tensors[name] = value.view(torch.bfloat16) if sixteen_bits and dtype == np.int16 else value
+    return tensors
+
+
+def digest_of(federation: Federation) -> str:
+    """Two sides with the same digest have the same version, the same config, and tensors of the same form."""
+    config = configure(**tomllib.loads(shared_text(federation.config)))  # once through text, as a client has it
+    text = f"{__version__}\n{config.to_toml()}"
+    for schema in (wire.schema_of(federation.sent()), federation.schema):
+        text += f"{sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in schema.items())}\n"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def shared_text(config: Config) -> str:
+    """What clients get to know of the config: all but folders of the operator."""
+    return config.model_copy(update={"out": "auto"}).to_toml()
+
+
+# --- the server ----------------------------------------------------------------------------------------------------
+
+
+class FlowerEngine:
+    def __init__(self, federation: Federation, grid: Grid) -> None:
+        self.federation, self.grid, self.config = federation, grid, federation.config
+        self.restarted: list[Record] = []
+        self.nodes: dict[int, int] = {}  # client -> the node that said hello as that client
+        self.turned_away: dict[int, str] = {}  # client -> why its node is not one of these
+        self.greetings: dict[int, str] = {}  # node -> the message that it has yet to answer
+        sites = self.config.data == SITES  # what is simulated is slow, but does not get lost
+        self.deadline = self.config.round_deadline or (SITES_DEADLINE if sites else float(DEFAULT_TTL))
+        self.digest = digest_of(federation)
+        self.text = shared_text(self.config)
+        everybody = range(len(federation.clients))
+        self.join(everybody, len(everybody))
+        if len(self.nodes) < self.config.min_clients:
+            reasons = [f"client {k}: {reason}" for k, reason in sorted(self.turned_away.items())]
+            raise FederationStalled(
+                f"{len(self.nodes)} of {len(everybody)} clients joined within join_deadline="
+                f"{self.config.join_deadline:g} seconds, and min_clients is {self.config.min_clients}"
+                + "".join(f"; {reason}" for reason in reasons[:3])
+            )
+
+    def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
+        self.join(clients, self.config.min_clients)
+        memory, record, messages = self.federation.memories, to_record(sent), {}
+        for k in clients:
+            if k in self.nodes:
+                held = sorted(r for client, r in memory.pinned if client == k)
+                what = {"round": round, "generation": memory.generations.get(k, 0), "held": held}
+                messages[k] = self.message("train", k, what, record)
+        replies = self.ask(messages, self.deadline)
+        for k in clients:
+            yield self.answer(k, next(replies)[1] if k in messages else None)
+
+    def answer(self, k: int, reply: Message | Exception | None) -> Answer:
+        try:
+            if k not in self.nodes:
+                raise Refused(self.turned_away.get(k, "no node of this client is connected"))
+            about, tensors = self.read(k, reply)
+            upload = wire.expand(tensors, self.config.compress, self.federation.schema)
+            self.note_memory(k, about)
+            return Answer(k, upload, {}, None, about.get("remembered") is True, wire.num_bytes(tensors))
+        except Refused as refused:
+            log.warning("client %d is left out of this round: %s", k, refused)
+            return Answer(k, {}, {}, str(refused))
+
+    def note_memory(self, k: int, about: Mapping[str, Any]) -> None:
+        expected, found = self.federation.memories.generations.get(k, 0), about.get("recalled")
+        if found != expected:
+            log.warning("client %d has lost what it kept of round %d and went on from round %s", k, expected, found)
+
+    def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
+        """Sets of the server here; a client's samples, and a client's model, where they are."""
+        local = InProcess(self.federation.trainer)
+        remote: dict[int, list[Test]] = {}
+        for test in tests:
+            if test.owner is not None and test.owner in self.nodes:
+                remote.setdefault(test.owner, []).append(test)
+        record, messages = to_record(sent), {}
+        for k, own in remote.items():
+            what = {
+                "generation": self.federation.memories.generations.get(k, 0),
+                "tests": [test.name for test in own],
+                "private": [test.client is not None for test in own],
+            }
+            messages[k] = self.message("evaluate", k, what, record)
+        found: dict[Test, Tensors] = {}
+        for k, reply in self.ask(messages, self.deadline):
+            try:
+                _, tensors = self.read(k, reply)
+                found |= self.confusions(remote[k], tensors, sent)
+            except Refused as refused:
+                log.warning("client %d is not tested in this round: %s", k, refused)
+        here = [test for test in tests if test.owner is None]
+        found |= dict(zip(here, local.evaluate(here, sent, {}), strict=True))
+        return [found.get(test, {}) for test in tests]
+
+    def confusions(self, tests: Sequence[Test], tensors: Tensors, sent: Tensors) -> dict[Test, Tensors]:
+        """The matrices of each test, checked: a client may leave a test out, but not invent one."""
+        C, heads = self.federation.source.num_classes, self.heads(sent)
+        for name, value in tensors.items():
+            if value.shape != (C, C) or value.dtype != torch.int64 or bool((value < 0).any()):
+                raise Refused(f"{name} is no table of counts [{C}, {C}]")
+        found = {}
+        for i, test in enumerate(tests):
+            matrices = {head: tensors[f"{i}/{head}"] for head in heads if f"{i}/{head}" in tensors}
+            if len(matrices) == len(heads):
+                found[test] = matrices
+        return found
+
+    def heads(self, sent: Tensors) -> list[str]:
+        """The ways to predict, learnt from two blank samples."""
+        trainer, source = self.federation.trainer, self.federation.source
+        dtype = torch.uint8 if source.vocab is None else torch.int64
+        blank = Split(torch.zeros(2, *source.shape, dtype=dtype), torch.zeros(2, dtype=torch.int64))
+        trainer.tests["blank"] = blank
+        with one_thread():
+            found = trainer.evaluate("blank", None, sent, {})
+        del trainer.tests["blank"]
+        return list(found)
+
+    def close(self) -> None:
+        pass
+
+    # messages
+
+    def message(self, kind: str, k: int, what: Record, tensors: ArrayRecord | None = None) -> Message:
+        return self._message(kind, self.nodes[k], what, self.deadline, tensors)
+
+    def _message(
+        self, kind: str, node: int, what: Record, seconds: float, tensors: ArrayRecord | None = None
+    ) -> Message:
+        memories = self.federation.memories
+        request = what | {"config": self.text}
+        if self.config.data == SITES:
+            request["run"] = memories.run_id
+        else:
+            request["memories"] = str(memories.folder.absolute())
+        content = RecordDict({ABOUT: ConfigRecord(request), TENSORS: tensors or ArrayRecord()})
+        return Message(content, node, kind, ttl=seconds, group_id=str(what.get("round", "")))
+
+    def ask(self, messages: Mapping[int, Message], seconds: float) -> Iterator[tuple[int, Message | Exception | None]]:
+        """The replies in the order of the messages; None for what has not come after so many seconds."""
+        waiting = {k: identifier for k, message in messages.items() if (identifier := self.push(message))}
+        arrived: dict[int, Message | Exception] = {}
+        end, pause = time.monotonic() + seconds, POLLS[0]
+        for k in messages:
+            while k in waiting:
+                for other, identifier in list(waiting.items()):
+                    if (reply := self.pull(identifier)) is not None:
+                        arrived[other] = reply
+                        del waiting[other]
+                if k in waiting:
+                    if time.monotonic() > end:
+                        break
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, POLLS[1])
+            yield k, arrived.pop(k, None)
+
+    def push(self, message: Message) -> str | None:
+        return next(iter(self.grid.push_messages([message])), None)
+
+    def pull(self, identifier: str) -> Message | Exception | None:
+        """Each reply by itself: one that cannot be unpacked must not take others with it."""
+        try:
+            return next(iter(self.grid.pull_messages([identifier])), None)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            return error
+
+    def read(self, k: int | None, reply: Message | Exception | None) -> tuple[Record, Tensors]:
+        """What a reply says, and its tensors; Refused, with the reason, where it cannot be used."""
+        if reply is None:
+            raise Refused(f"no answer within {self.deadline:g} seconds")
+        if isinstance(reply, Exception):
+            raise Refused(f"its reply cannot be unpacked: {_sentence(reply)}")
+        if reply.has_error():
+            raise Refused(f"Flower has no reply of it: {_sentence(reply.error.reason)} (code {reply.error.code})")
+        about = reply.content.get(ABOUT)
+        if not isinstance(about, ConfigRecord):
+            raise Refused("its reply is not one of fedhpro's")
+        if about.get("version") != __version__:
+            raise Refused(f"it has fedhpro {_sentence(about.get('version'))}, and this run {__version__}")
+        if "error" in about:
+            raise Refused(_sentence(about["error"]))
+        if about.get("digest") != self.digest:
+            raise Refused("it has another model or config than this run")
+        if k is not None and about.get("client") != k:
+            raise Refused(f"it answers as client {_sentence(about.get('client'))}")
+        tensors = reply.content.get(TENSORS)
+        if not isinstance(tensors, ArrayRecord):
+            raise Refused("its reply has no tensors")
+        try:
+            return dict(about), from_record(tensors, sixteen_bits=self.config.compress == "bf16")
+        except Exception as error:  # of bytes that anybody may have written
+            raise Refused(f"its tensors cannot be decoded: {_sentence(error)}") from None
+
+    # who is there
+
+    def join(self, wanted: Sequence[int], enough: int) -> None:
+        """Greet nodes that are new, and wait until enough of the wanted clients are there, or join_deadline passes.
+
+        Nobody waits for an answer when there are enough: such a node joins from a later round on.
+        """
+        end, heard = time.monotonic() + self.config.join_deadline, set[int]()
+        while True:
+            online = set(self.grid.get_node_ids())
+            self.nodes = {k: node for k, node in self.nodes.items() if node in online}
+            self.greetings = {node: greeting for node, greeting in self.greetings.items() if node in online}
+            for node in sorted(online - set(self.nodes.values()) - set(self.greetings) - heard):
+                if greeting := self.push(self._message("query", node, {}, self.config.join_deadline)):
+                    self.greetings[node] = greeting
+            for node, greeting in list(self.greetings.items()):
+                if (reply := self.pull(greeting)) is not None:
+                    del self.greetings[node]
+                    heard.add(node)
+                    self.hear(node, reply)
+            if sum(k in self.nodes or k in self.turned_away for k in wanted) >= enough or time.monotonic() > end:
+                return
+            time.sleep(POLLS[0] if not heard else POLLS[1] / 2)
+
+    def hear(self, node: int, reply: Message | Exception) -> None:
+        k: Any = None
+        try:
+            if isinstance(reply, Message) and reply.has_content() and ABOUT in reply.content.config_records:
+                k = reply.content.config_records[ABOUT].get("client")  # also of a node that cannot stay
+            about, _ = self.read(None, reply)
+            self.welcome(node, k, about)
+        except Refused as refused:
+            log.warning("node %d (client %s) is turned away: %s", node, k, refused)
+            if isinstance(k, int) and k not in self.nodes:
+                self.turned_away[k] = str(refused)
+
+    def welcome(self, node: int, k: Any, about: Mapping[str, Any]) -> None:
+        count = len(self.federation.clients)
+        if not isinstance(k, int) or not 0 <= k < count:
+            raise Refused(f"it says that it is client {_sentence(k)}, and they are 0 to {count - 1}")
+        if k in self.nodes:
+            raise Refused(f"client {k} is there already, as node {self.nodes[k]}")
+        samples = about.get("samples")
+        if not isinstance(samples, int) or samples < 1:
+            raise Refused("it has no samples to train on")
+        self.nodes[k] = node
+        self.turned_away.pop(k, None)
+        if self.config.data == SITES:
+            self.federation.sizes[k] = samples
+
+
+def _sentence(what: object) -> str:
+    """The first words of what somebody sent, on one line."""
+    return " ".join(str(what).split())[:200]
+
+
+class Simulation(FlowerEngine):
+    """Flower's simulation runtime (ray) in this process: it runs in a thread, and its Grid is handed to this one."""
+
+    def __init__(self, federation: Federation, workers: int) -> None:
+        if federation.config.data == SITES:
+            raise ConfigError("data=sites: only a deployment has sites, see `fedhpro deploy`")
+        self.folder = tempfile.mkdtemp(prefix="fhp-")  # short: ray makes sockets in it
+        self.home = os.environ.get("FLWR_HOME")
+        os.environ["FLWR_HOME"] = self.folder
+        self.done, grids = threading.Event(), queue.Queue[Grid | BaseException]()
+        app = ServerApp()
+
+        @app.main()
+        def hand_over(grid: Grid, context: Context) -> None:
+            grids.put(grid)
+            self.done.wait()
+
+        def simulate() -> None:
+            try:
+                _simulate(app, len(federation.clients), workers, self.folder)
+            except BaseException as error:
+                grids.put(error)
+
+        self.thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
+        self.thread.start()
+        try:
+            grid = grids.get(timeout=federation.config.join_deadline)
+            if isinstance(grid, BaseException):
+                raise RunError(f"Flower's simulation did not start: {_sentence(grid)}")
+            super().__init__(federation, grid)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.done.set()
+        self.thread.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.home is None:
+            os.environ.pop("FLWR_HOME", None)
+        else:
+            os.environ["FLWR_HOME"] = self.home
+
+
+def _simulate(app: ServerApp, nodes: int, workers: int, folder: str) -> None:
+    from flwr.simulation import run_simulation
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    run_simulation(
+        app,
+        client_app,
+        nodes,
+        backend_config={
+            "init_args": {"num_cpus": workers, "_temp_dir": folder, "logging_level": logging.ERROR},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0},
+        },
+    )
+
+
+def server_app(config: Path) -> ServerApp:
+    """The ServerApp of an app folder: the run of its config, gone on with where its run folder holds one."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        keys = parse(str(context.run_config.get("keys", "")).split())
+        serve(load(config).replace(**keys), grid)
+
+    return app
+
+
+def serve(config: Config, grid: Grid) -> None:
+    from .. import runs
+
+    logging.basicConfig(format="%(message)s")
+    log.setLevel(logging.INFO)
+    folder = Path(config.out)
+    callbacks = [RoundLog()]
+    if (folder / "config.toml").is_file():
+        before, now = load(folder).flat(), config.flat()
+        changed = {name: value for name, value in now.items() if value != before.get(name)}
+        result = runs.resume(folder, callbacks=callbacks, grid=grid, **changed)
+    else:
+        result = runs.run(config, callbacks=callbacks, grid=grid)
+    log.info("%s: the run folder is %s", result.status, result.folder.absolute())
+
+
+class RoundLog(Callback):
+    """A line for each round, in the log that `flwr log` shows."""
+
+    def round(self, record: Record) -> None:
+        refused = [f"client {entry['client']}: {entry['reason']}" for entry in record["refused"]]
+        accuracy = record.get("accuracy", {}).get("AVG")
+        log.info(
+            "round %d: %d clients, %d refused%s%s",
+            record["round"],
+            len(record["clients"]),
+            len(refused),
+            "" if accuracy is None else f", accuracy {accuracy:.1f}",
+            "".join(f"\n  {line}" for line in refused),
+        )
+
+
+# --- the client ----------------------------------------------------------------------------------------------------
+
+
+class Site:
+    """Clients where their data is: a Federation like the server's, with this client's own samples in it."""
+
+    def __init__(self, text: str) -> None:
+        from ..federation import Federation
+
+        self.federation = Federation(configure(**tomllib.loads(text)))
+        self.digest = digest_of(self.federation)
+        self.own = self.federation.config.data == SITES  # else data and disk are those of the config: a simulation
+        self.read: set[int] = set()  # clients whose data is here
+
+    def enter(self, k: int, node_config: Mapping[str, Any]) -> None:
+        clients, tests = self.federation.clients, self.federation.trainer.tests
+        if not 0 <= k < len(clients):
+            raise SiteError(f"it is client {k}, and they are 0 to {len(clients) - 1}")
+        if self.own and k not in self.read:
+            clients[k] = site_data(node_config, self.federation.config)
+            tests[f"{HELD_OUT}{k}"] = clients[k].held_out
+            self.read.add(k)
+
+
+site_of = functools.lru_cache(maxsize=1)(Site)  # a simulated client's process serves many messages
+
+
+def client_of(node_config: Mapping[str, Any]) -> int:
+    k = node_config.get("partition-id")
+    if not isinstance(k, int):
+        raise SiteError("its node config has no partition-id, a whole number from 0")
+    return k
+
+
+class Keepsakes:
+    """What a client remembers between its rounds: in the folder that the node names (or, in a simulation, in that of
+    the run), so that it survives a restart; else in Flower's Context, which lives as long as the node and the run.
+
+    The server names the generation to go on from, so that a round that did not count leaves no trace.
+    """
+
+    def __init__(self, site: Site, k: int, context: Context, request: Mapping[str, Any]) -> None:
+        self.k, self.state = k, context.state
+        self.shared = not site.own  # with other clients and the server, who clears it
+        if self.shared:
+            self.files: ClientMemories | None = ClientMemories(Path(str(request["memories"])))
+        elif folder := context.node_config.get("memory-dir"):
+            self.files = ClientMemories(Path(str(folder), str(request["run"]), f"client-{k}"))
+        else:
+            self.files = None
+
+    def recall(self, generation: int) -> tuple[Tensors, int]:
+        """That generation, else the newest there is, and which one it is; 0: none."""
+        if generation == 0:
+            return {}, 0
+        for number in dict.fromkeys([generation, *sorted(self.kept(), reverse=True)]):
+            if self.files is None and f"round-{number}" in self.state:
+                return from_record(self.state.array_records[f"round-{number}"]), number
+            if self.files is not None:
+                self.files.generations[self.k] = number
+                with contextlib.suppress(RunError):
+                    return self.files[self.k], number
+        return {}, 0
+
+    def keep(self, round: int, tensors: Tensors, held: Iterable[int]) -> None:
+        if self.files is None:
+            for number in self.kept() - set(held):
+                del self.state[f"round-{number}"]
+            self.state[f"round-{round}"] = to_record(tensors)
+            return
+        self.files.generations.pop(self.k, None)  # nothing is removed before the server has the upload
+        self.files.store(self.k, round, tensors)
+        if not self.shared:
+            self.files.prune({(self.k, number) for number in held})
+
+    def kept(self) -> set[int]:
+        if self.files is None:
+            names = [name for name in self.state if name.startswith("round-")]
+        else:
+            names = [path.stem for path in self.files.folder.glob(f"client-{self.k}-round-*.safetensors")]
+        return {int(name.rpartition("-")[2]) for name in names}
+
+
+client_app = ClientApp()
+Work = Callable[[Site, int, Context, Mapping[str, Any], Tensors], tuple[Record, Tensors]]
+
+
+def _reply(message: Message, context: Context, work: Work) -> Message:
+    """Whatever happens, an answer that says who it is from."""
+    about: Record = {"version": __version__}
+    tensors: Tensors = {}
+    private = True  # until it is known that this is a simulation
+    try:
+        about["client"] = k = client_of(context.node_config)
+        request = message.content.config_records[ABOUT]
+        with one_thread():
+            site = site_of(str(request["config"]))
+            private, about["digest"] = site.own, site.digest
+            site.enter(k, context.node_config)
+            more, tensors = work(site, k, context, request, from_record(message.content.array_records[TENSORS]))
+        about |= more
+    except Exception as error:
+        log.exception("this request could not be served")
+        about["error"] = _may_leave(error, private)
+    content = RecordDict({ABOUT: ConfigRecord(about), TENSORS: to_record(tensors)})
+    return Message(content, reply_to=message)
+
+
+def _may_leave(error: Exception, private: bool) -> str:
+    """Of trouble at a site, no more than what kind it is: a sentence may have a path or a name in it."""
+    if isinstance(error, (SiteError, ConfigError)) or (isinstance(error, UserError) and not private):
+        return str(error)
+    return f"{type(error).__name__} at the site, whose log says more" if private else f"{type(error).__name__}: {error}"
+
+
+@client_app.query()
+def hello(message: Message, context: Context) -> Message:
+    def work(
+        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+    ) -> tuple[Record, Tensors]:
+        return {"samples": len(site.federation.clients[k].train)}, {}
+
+    return _reply(message, context, work)
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    def work(
+        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+    ) -> tuple[Record, Tensors]:
+        round, generation = int(request["round"]), int(request["generation"])
+        keepsakes = Keepsakes(site, k, context, request)
+        memory, recalled = keepsakes.recall(generation)
+        upload, memory = site.federation.trainer.update(round, k, received, memory)
+        if memory:
+            keepsakes.keep(round, memory, [*request["held"], generation])
+        upload = wire.compress(upload, site.federation.config.compress)
+        return {"remembered": bool(memory), "recalled": recalled}, upload
+
+    return _reply(message, context, work)
+
+
+@client_app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """The global model, or this client's own, on its held-out samples: tables of counts, true and predicted."""
+
+    def work(
+        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+    ) -> tuple[Record, Tensors]:
+        memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
+        trainer, tables = site.federation.trainer, Tensors()
+        for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):
+            if len(trainer.tests[name]):
+                found = trainer.evaluate(name, k if private else None, received, memory if private else {})
+                tables |= {f"{i}/{head}": table for head, table in found.items()}
+        return {}, tables
+
+    return _reply(message, context, work)
