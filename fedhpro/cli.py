@@ -19,6 +19,7 @@ from rich.table import Table
 from . import __version__
 from .config import PRESETS, Config, configure, describe_type, method_keys, method_notes, method_types, parse
 from .data_cli import bring, data_app
+from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 
 out, err = Console(), Console(stderr=True)
 

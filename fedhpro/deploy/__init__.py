@@ -1,0 +1,1 @@
+"""A federation of real machines over Flower: its folder, its keys, its gate, its commands."""
