@@ -6,7 +6,7 @@ import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +14,10 @@ from rich.live import Live
 
 from ..config import configure, parse
 from ..errors import UserError
-from .folder import Deployment, DeployError
+from .folder import Deployment, DeployError, prepared
+
+if TYPE_CHECKING:
+    from .control import Control
 
 out, err = Console(), Console(stderr=True)
 
@@ -42,7 +45,7 @@ def init(
 ) -> None:
     """Write the folder of a federation: CA, certificates, node keys, start scripts, the app, and who does what."""
     needs_flower()
-    made = Deployment.create(folder, configure(**parse(keys or [])), nodes, host or (), port, insecure)
+    made = Deployment.create(folder, prepared(parse(keys or []), nodes), nodes, host or (), port, insecure)
     if insecure:
         err.print(
             "WARNING: --insecure: whoever reaches the server's port can read everything and run code on every node",
@@ -76,12 +79,22 @@ def register(folder: Folder) -> None:
 
 def run(
     folder: Folder,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys in place of the app's.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Show the log until the run ends.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the last run, from its checkpoint.")] = False,
 ) -> None:
-    """Sign the app and run it on the nodes."""
+    """Sign the app and run it on the nodes; its run folder is in the server's folder."""
+    given = parse(keys or [])
     with _control(folder) as control:
-        number = control.start(folder / "app")
-        _print(f"started run {number}")
+        deployment = control.deployment
+        configure(**(deployment.config.flat() | given))  # a wrong key shows here
+        if resume and deployment.run_folder is None:
+            raise DeployError(f"{folder} has no run to go on with: leave --resume out")
+        given["out"] = deployment.run_folder if resume else deployment.new_run_folder()
+        number = control.start(folder / "app", given)
+        _print(f"started run {number}; its folder: {deployment.server / str(given['out'])}")
         if follow:
             for text in control.log(number):
                 print(text, end="", flush=True)
@@ -135,7 +148,7 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Print exactly which tensors, shapes and bytes leave a site in a round, and which come in."""
-    from .audit import COMES, LEAVES, table, tensors
+    from .audit import BESIDES, COMES, LEAVES, table, tensors
 
     folders = [argument for argument in arguments or [] if "=" not in argument]
     keys = parse(argument for argument in arguments or [] if "=" in argument)
@@ -146,7 +159,7 @@ def audit(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        out.print(table(rows, LEAVES), table(rows, COMES), sep="\n\n")
+        out.print(table(rows, LEAVES), table(rows, COMES), BESIDES, sep="\n\n", highlight=False)
 
 
 def add(folder: Folder, nodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1) -> None:
@@ -187,7 +200,7 @@ def needs_flower() -> None:
         raise UserError('a deployment needs Flower: pip install "fedhpro[flower]"')
 
 
-def _control(folder: Path):  # type: ignore[no-untyped-def]
+def _control(folder: Path) -> Control:
     needs_flower()
     from .control import Control
 

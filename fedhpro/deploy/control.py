@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,10 @@ class Control:
                     return True
         return False
 
-    def start(self, app: Path) -> int:
-        """Bundle the app, sign it, submit it: the number of the run."""
+    def start(self, app: Path, keys: Mapping[str, Any] | None = None) -> int:
+        """Bundle the app, sign it, submit it, with these keys in place of its own: the number of the run."""
         from flwr.cli.build import build_fab_from_disk
+        from flwr.common.serde import user_config_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.proto.fab_pb2 import Fab
 
@@ -103,8 +104,9 @@ class Control:
             raise DeployError(f"{app} is not an app: {' '.join(str(error).split())}") from None
         signature = {} if self.deployment.insecure else pki.sign_app(bundle, self.deployment.operator / "signer")
         fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle, verifications=signature)
+        override = {"keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items())}
         with self.explained():
-            response = self.client.StartRun(StartRunRequest(fab=fab))
+            response = self.client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(override)))
         if not response.HasField("run_id"):
             raise DeployError("the server did not start the run: its log says why")
         return int(response.run_id)

@@ -9,12 +9,12 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, load
+from ..config import Config, configure, load
 from ..errors import UserError
 from ..files import write_atomically
 from . import texts
@@ -30,23 +30,24 @@ class DeployError(UserError):
 @dataclass
 class Node:
     name: str
-    partition: int
+    partition: int  # the number of the client that it is; who replaces a revoked node takes its number over
     revoked: str | None = None  # when
 
 
 class Deployment:
     """A folder with everything of one federation; federation.json remembers what the other files do not say."""
 
-    def __init__(self, path: Path, hosts: list[str], port: int, insecure: bool, nodes: list[Node]) -> None:
+    def __init__(
+        self, path: Path, hosts: list[str], port: int, insecure: bool, nodes: list[Node], run_folder: str | None = None
+    ) -> None:
         self.path, self.hosts, self.port, self.insecure, self.nodes = path, hosts, port, insecure, nodes
+        self.run_folder = run_folder  # of the last run, in the server's folder
         self.ca, self.server, self.operator = path / "ca", path / "server", path / "operator"
 
     @classmethod
     def create(
         cls, path: Path, config: Config, nodes: int, hosts: Sequence[str] = (), port: int = 8443, insecure: bool = False
     ) -> Deployment:
-        if not 1 <= nodes <= MOST_NODES:
-            raise DeployError(f"--nodes {nodes}: a federation has 1 to {MOST_NODES:,} nodes")
         if not 1 <= port <= 65535:
             raise DeployError(f"--port {port}: a port is a number from 1 to 65535")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -54,11 +55,10 @@ class Deployment:
         made = cls(path, [_checked(host) for host in hosts] or ["127.0.0.1"], port, insecure, [])
         try:
             _folder(path)
-            write_atomically(path / "config.toml", config.to_toml())
             made._write_keys()
             made._write_server()
-            _write_app(path / "app", config)
-            made.add_nodes(nodes)
+            made._write_app(config)
+            made._add(range(nodes))
         except BaseException:  # half a deployment is none
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -69,7 +69,7 @@ class Deployment:
         try:
             found = json.loads((path / "federation.json").read_text(encoding="utf-8"))
             nodes = [Node(**node) for node in found["nodes"]]
-            return cls(path, found["hosts"], found["port"], found["insecure"], nodes)
+            return cls(path, found["hosts"], found["port"], found["insecure"], nodes, found["run_folder"])
         except (FileNotFoundError, NotADirectoryError):
             raise DeployError(
                 f"{path} is not the folder of a deployment (no federation.json): `fedhpro deploy init {path}` makes one"
@@ -82,7 +82,7 @@ class Deployment:
     def save(self) -> None:
         found = {
             "hosts": self.hosts, "port": self.port, "insecure": self.insecure,
-            "nodes": [vars(node) for node in self.nodes],
+            "nodes": [vars(node) for node in self.nodes], "run_folder": self.run_folder,
         }  # fmt: skip
         write_atomically(self.path / "federation.json", json.dumps(found, indent=2) + "\n")
 
@@ -103,7 +103,9 @@ class Deployment:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise DeployError(f"there is no node {name!r}: this federation has {self.nodes[0].name} to {self.nodes[-1].name}")
+        raise DeployError(
+            f"there is no node {name!r}: this federation has {self.nodes[0].name} to {self.nodes[-1].name}"
+        )
 
     def expiry(self) -> dict[str, float]:
         """Days until each certificate ends."""
@@ -115,8 +117,16 @@ class Deployment:
         return {name: pki.days_left(file) for name, file in (files | {"CA": self.operator / "ca.crt"}).items()}
 
     def add_nodes(self, count: int = 1) -> list[Node]:
-        first = len(self.nodes)
-        added = [Node(f"node-{number + 1}", number) for number in range(first, first + count)]
+        """As new clients, or in place of revoked ones."""
+        present = {node.partition for node in self.nodes if node.revoked is None}
+        free = [number for number in range(len(present) + len(self.nodes) + count) if number not in present][:count]
+        total = len(present | set(free))
+        if total > self.config.clients:
+            self._write_app(checked(self.config.replace(clients=total), total))
+        return self._add(free)
+
+    def _add(self, partitions: Iterable[int]) -> list[Node]:
+        added = [Node(f"node-{len(self.nodes) + 1 + i}", number) for i, number in enumerate(partitions)]
         for node in added:
             self._write_site(node)
         self.nodes += added
@@ -155,6 +165,17 @@ class Deployment:
         self.save()
         return node
 
+    def new_run_folder(self) -> str:
+        self.run_folder = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        self.save()
+        return self.run_folder
+
+    def _write_app(self, config: Config) -> None:
+        from .app import write_app
+
+        write_app(self.path / "app", config)
+        write_atomically(self.path / "config.toml", config.to_toml())
+
     def _write_keys(self) -> None:
         if self.insecure:
             return
@@ -165,8 +186,11 @@ class Deployment:
         pki.create_authority(self.ca / "ca.key", self.ca / "ca.crt", f"CA of {self.path.resolve().name}")
         pki.create_signer(self.operator / "signer", self.operator / "signer.pub")
         self.renew()
-        for source, target in ((self.ca / "ca.crt", self.server), (self.ca / "ca.crt", self.operator),
-                               (self.operator / "signer.pub", self.server)):
+        for source, target in (
+            (self.ca / "ca.crt", self.server),
+            (self.ca / "ca.crt", self.operator),
+            (self.operator / "signer.pub", self.server),
+        ):
             write_atomically(target / source.name, source.read_bytes())
         pki.write_secret(self.server / "runtime.secret", secrets.token_bytes(32))
 
@@ -208,10 +232,29 @@ class Deployment:
         write_atomically(self.path / "README.md", content.replace("FOLDER", self.path.name))
 
 
-def _write_app(folder: Path, config: Config) -> None:
-    from .app import write_app
+def prepared(keys: dict[str, Any], nodes: int) -> Config:
+    """The config of a federation of so many nodes; without other keys, each site has its own data."""
+    for name in ("clients", "out", "engine"):
+        if name in keys:
+            raise DeployError(
+                f"{name} is not a key here: {'--nodes' if name == 'clients' else 'the deployment'} says it"
+            )
+    if not 1 <= nodes <= MOST_NODES:
+        raise DeployError(f"--nodes {nodes}: a federation has 1 to {MOST_NODES:,} nodes")
+    return checked(configure(**({"data": "sites"} | keys | {"clients": nodes, "engine": "flower"})), nodes)
 
-    write_app(folder, config)
+
+def checked(config: Config, nodes: int) -> Config:
+    """Whatever can be wrong with it shows here, and not at the sites."""
+    from ..federation import Federation
+
+    found = len(Federation(config).clients)
+    if found != nodes:
+        raise DeployError(
+            f"data={config.data} with scenario={config.scenario} has {found} clients, and there are {nodes} nodes: "
+            f"take {found} nodes, or scenario=iid"
+        )
+    return config
 
 
 def _checked(host: str) -> str:

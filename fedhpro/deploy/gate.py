@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import importlib
 import ipaddress
 import json
 import logging
@@ -209,6 +210,14 @@ def knows_peer(protocol: Any) -> Any:
     return KnowsPeer
 
 
+def tls(folder: Path) -> dict[str, Any]:
+    """uvicorn's settings: nodes come without a certificate, the operator with one of our CA."""
+    return {
+        "ssl_certfile": folder / "server.crt", "ssl_keyfile": folder / "server.key",
+        "ssl_ca_certs": str(folder / "ca.crt"), "ssl_cert_reqs": ssl.CERT_OPTIONAL,
+    }  # fmt: skip
+
+
 def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[], None]:
     """New connections see a renewed certificate without a restart."""
     seen = [certificate.stat().st_mtime_ns]
@@ -229,11 +238,14 @@ def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[
 def serve(folder: Path, host: str, port: int) -> None:
     """Run the SuperLink of a deployment's server folder, until it is told to stop."""
     import uvicorn
-    from flwr.superlink.cli import flower_superlink as stock
     from flwr.superlink.main import create_app
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    stock = importlib.import_module("flwr.superlink.cli.flower_superlink")  # its package has a function of that name
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("GATE:     %(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     secret, authority = folder / "runtime.secret", folder / "ca.crt"
     certificate, key = folder / "server.crt", folder / "server.key"
     sys.argv = [
@@ -246,7 +258,7 @@ def serve(folder: Path, host: str, port: int) -> None:
     gate = Gate(create_app(stock._parse_superlink_lifespan_config(), stock.SuperLinkLifespan), folder)
     settings = uvicorn.Config(
         gate, host=host, port=port, http=knows_peer(AutoHTTPProtocol), ws="none", access_log=False, proxy_headers=False,
-        ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=str(authority), ssl_cert_reqs=ssl.CERT_OPTIONAL,
+        **tls(folder),
     )  # fmt: skip
     settings.load()
     gate.refresh = renewal(settings.ssl, certificate, key)

@@ -76,9 +76,7 @@ def issue(
     if hosts:
         builder = builder.add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
     write_secret(key_file, _pem(key))
-    certificate_file.write_bytes(
-        builder.sign(signing_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
-    )
+    certificate_file.write_bytes(builder.sign(signing_key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
 
 
 def read_certificate(path: Path) -> x509.Certificate:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -31,26 +31,20 @@ def state(deployment: Deployment) -> dict[str, Any]:
 
 
 def last_round(deployment: Deployment) -> dict[str, Any] | None:
-    """Of the newest run folder of the server, where that is on this machine."""
-    files = sorted(_run_folders(deployment), key=lambda path: path.stat().st_mtime)
-    lines = files[-1].read_text(encoding="utf-8").splitlines() if files else []
-    for line in reversed(lines):
-        try:
-            return {"folder": str(files[-1].parent), **json.loads(line)}
-        except json.JSONDecodeError:  # being written
-            continue
+    """What the server wrote down last of the last run, where its folder is on this machine."""
+    folder = deployment.server / (deployment.run_folder or "none")
+    metrics = folder / "metrics.jsonl"
+    for line in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []):
+        with contextlib.suppress(json.JSONDecodeError):  # being written
+            return {"folder": str(folder), **json.loads(line)}
     return None
 
 
-def _run_folders(deployment: Deployment) -> list[Path]:
-    out = deployment.config.out
-    folder = deployment.server / out if out else None
-    found = [folder / "metrics.jsonl"] if folder else list((deployment.server / "runs").glob("*/metrics.jsonl"))
-    return [path for path in found if path.is_file()]
-
-
 def view(found: dict[str, Any]) -> RenderableType:
-    parts: list[RenderableType] = [f"server [bold]{escape(found['server'])}[/]", *expiry_lines(found["expires_in_days"])]
+    parts: list[RenderableType] = [
+        f"server [bold]{escape(found['server'])}[/]",
+        *expiry_lines(found["expires_in_days"]),
+    ]
     if "problem" in found:
         parts.append(f"[red]{escape(found['problem'])}[/]")
     if found["nodes"]:
@@ -58,7 +52,9 @@ def view(found: dict[str, Any]) -> RenderableType:
         for title in ("node", "state", "since"):
             nodes.add_column(title)
         for node in found["nodes"]:
-            nodes.add_row(node["name"], f"[{COLOURS.get(node['status'], 'blue')}]{node['status']}[/]", node["since"][:19])
+            nodes.add_row(
+                node["name"], f"[{COLOURS.get(node['status'], 'blue')}]{node['status']}[/]", node["since"][:19]
+            )
         parts.append(nodes)
     if found["runs"]:
         runs = Table(box=None)
