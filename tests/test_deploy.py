@@ -1,4 +1,4 @@
-"""A federation's folder, its keys, its gate; and, marked slow, a real one on loopback: every process is stopped again."""
+"""A federation's folder, its keys, its gate; and, marked slow, a real one on loopback, all of it stopped again."""
 
 import asyncio
 import base64
@@ -171,7 +171,7 @@ def test_flower_reads_the_node_keys(federation):
 
     site = federation.site(federation.nodes[1])
     arguments = _parse_args_run_supernode().parse_args(["--auth-supernode-private-key", str(site / "node.key")])
-    private, public = _try_setup_client_authentication(arguments)
+    private, _ = _try_setup_client_authentication(arguments)
     assert private.curve.name == "secp384r1"
     assert try_load_public_key(site / "node.pub") == pki.node_public_key(site / "node.pub")
 
@@ -198,7 +198,8 @@ def test_renew_add_and_revoke_change_what_they_say(federation):
     changed = {str(file.relative_to(federation.path)) for file, content in contents(federation.path).items()
                if before.get(file) != content}  # fmt: skip
     assert changed == {
-        "server/server.key", "server/server.crt", "server/operator.crt", "operator/operator.key", "operator/operator.crt",
+        "server/server.key", "server/server.crt", "server/operator.crt",
+        "operator/operator.key", "operator/operator.crt",
     }  # fmt: skip
     federation.revoke("node-2")
     federation.add_nodes(2)
@@ -636,7 +637,7 @@ def test_nodes_refuse_code_that_a_broken_server_sends(loopback, tmp_path, capsys
     write_atomically(deployment.server / "signer.pub", (tmp_path / "thief.pub").read_bytes())
     os.replace(tmp_path / "thief", deployment.operator / "signer")
     wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
-    code, text, _ = call(capsys, "deploy", "run", deployment.path, "--follow")
+    _, text, _ = call(capsys, "deploy", "run", deployment.path, "--follow")
     assert text.count("The FAB could not be verified.") == 4 and "sum 2 [0.0]" in text  # two nodes, two rounds
     for log in logs:
         assert "FAB verification failed" in log.read_text() and "flwr-clientapp" not in log.read_text()

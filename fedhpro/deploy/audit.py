@@ -18,8 +18,8 @@ from ..wire import compress
 Record = dict[str, Any]
 LEAVES, COMES = "up", "down"
 BESIDES = (
-    "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, the number of "
-    "training samples, whether and since which round it remembers something, and, where it failed, what kind of error it was."
+    "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, how many "
+    "samples it trains on, whether and since which round it remembers something, and, where it failed, the kind of error."
 )
 
 
@@ -32,7 +32,7 @@ def tensors(config: Config) -> list[Record]:
 
 
 def confusions(federation: Federation) -> Tensors:
-    """What an evaluation on a site's own samples sends: for each way to predict, how many of a class were taken for which."""
+    """What an evaluation on a site's own samples sends: how many of each class were taken for which, by each head."""
     if all(test.owner is None for test in federation.tests()):
         return {}
     source, trainer = federation.source, federation.trainer

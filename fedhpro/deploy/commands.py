@@ -14,7 +14,7 @@ from rich.live import Live
 
 from ..config import configure, parse
 from ..errors import UserError
-from .folder import Deployment, DeployError, prepared
+from .folder import DeployError, Deployment, prepared
 
 if TYPE_CHECKING:
     from .control import Control

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import pki
-from .folder import Deployment, DeployError, Node
+from .folder import DeployError, Deployment, Node
 
 
 @dataclass

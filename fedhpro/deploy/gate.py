@@ -1,7 +1,7 @@
 """The SuperLink with a gate in front of its HTTP API, in one process on one port.
 
-Stock Flower answers whoever reaches the port: anybody can register a node, submit code that every site then runs, or take
-a task. Here each part of the API has its own key:
+Stock Flower answers whoever reaches the port: anybody can register a node, submit code that every site then runs, or
+take a task. Here each part of the API has its own key:
 
     /v1/control/   the operator's client certificate (TLS), and for a run the operator's signature on the app
     /v1/fleet/     a registered node key, which the SuperLink checks, that is not revoked
@@ -199,7 +199,9 @@ async def answer(send: Send, status: int, body: bytes, kind: bytes) -> None:
 def knows_peer(protocol: Any) -> Any:
     """uvicorn's protocol, which also tells the application who is at the other end of the connection."""
 
-    class KnowsPeer(protocol):  # type: ignore[misc]
+    class KnowsPeer(protocol):
+        app_state: dict[str, Any]  # uvicorn copies it into the scope of every request
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             connection = transport.get_extra_info("ssl_object")

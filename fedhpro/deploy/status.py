@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .control import Control
-from .folder import Deployment, DeployError
+from .folder import DeployError, Deployment
 
 SOON = 30  # days before its end that a certificate is shown in yellow
 COLOURS = {"online": "green", "offline": "yellow", "revoked": "red", "not registered": "red"}

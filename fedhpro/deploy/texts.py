@@ -19,7 +19,7 @@ SERVER_CONF = """\
 
 SERVER_START = """\
 #!/usr/bin/env bash
-# Starts the SuperLink behind its gate; settings are in server.conf, the state in state.db. `fedhpro` must be on the PATH.
+# Starts the SuperLink behind its gate; settings are in server.conf, the state in state.db. fedhpro must be on the PATH.
 set -euo pipefail
 cd "@(dirname "@{BASH_SOURCE[0]}")"
 . ./server.conf
@@ -106,7 +106,8 @@ WantedBy=multi-user.target
 OPERATOR_README = """\
 # A federation of $count nodes
 
-Made by `fedhpro deploy init`. Everything here is yours, the operator's; each site gets its own folder and nothing else.
+Made by `fedhpro deploy init`. Everything here is yours, the operator's; each site gets its own folder and nothing
+else.
 
 | folder | what is in it | who needs it |
 | --- | --- | --- |
@@ -122,22 +123,26 @@ $security
 
 1. On the server's machine (this one, if the folder is here): `server/start.sh`, or its systemd unit.
 2. `fedhpro deploy register FOLDER` tells the server which nodes there are.
-3. Send each site its folder over a safe channel: `tar -C sites -czf node-1.tar.gz node-1`. Its README says what to do.
+3. Send each site its folder over a safe channel: `tar -C sites -czf node-1.tar.gz node-1`. Its README says what to
+   do.
 4. `fedhpro deploy status FOLDER --watch` shows the nodes as they come.
 5. `fedhpro deploy audit FOLDER` prints exactly which tensors will leave a site. Show it to the sites.
-6. `fedhpro deploy run FOLDER --follow` signs the app, starts it, and shows its log. `deploy stop FOLDER RUN` stops it.
+6. `fedhpro deploy run FOLDER --follow` signs the app, starts it, and shows its log. `deploy stop FOLDER RUN` stops
+   it.
 
 ## Later
 
-- **Certificates expire** (`fedhpro deploy status FOLDER` shows when). `fedhpro deploy renew FOLDER` makes new ones for the
-  server and for you; copy `server/server.crt`, `server/server.key` and `server/operator.crt` to the server if it is another machine. A
-  running server takes them up by itself, the old operator certificate is refused from then on, and the sites need nothing.
-  The CA lives ten years; after that make a new folder.
-- **A site's key is lost or stolen:** `fedhpro deploy revoke FOLDER node-K` shuts that key out at once and for good. Where the server
-  is another machine and cannot be reached, copy `server/revoked.json` there.
-- **One more site:** `fedhpro deploy add FOLDER`, then `fedhpro deploy register FOLDER`. A site whose key was revoked comes back so.
+- **Certificates expire** (`fedhpro deploy status FOLDER` shows when). `fedhpro deploy renew FOLDER` makes new ones
+  for the server and for you; copy `server/server.crt`, `server/server.key` and `server/operator.crt` to the server
+  if it is another machine. A running server takes them up by itself, the old operator certificate is refused from
+  then on, and the sites need nothing. The CA lives ten years; after that make a new folder.
+- **A site's key is lost or stolen:** `fedhpro deploy revoke FOLDER node-K` shuts that key out at once and for good.
+  Where the server is another machine and cannot be reached, copy `server/revoked.json` there.
+- **One more site:** `fedhpro deploy add FOLDER`, then `fedhpro deploy register FOLDER`. A site whose key was
+  revoked comes back so.
 - **Your signing key (`operator/signer`) is stolen:** the sites must get a new `trusted.yaml`; make a new folder.
-- **Your laptop is stolen:** `fedhpro deploy renew FOLDER` from a backup, and copy `server/operator.crt` to the server.
+- **Your laptop is stolen:** `fedhpro deploy renew FOLDER` from a backup, copy `server/operator.crt` to the server, and
+  see the line above: the signing key was on it.
 """
 
 SECURE = """\
@@ -146,15 +151,16 @@ SECURE = """\
 - The connection: TLS with this folder's own CA. Server names in the certificate: $hosts.
 - Who trains: only nodes whose key you registered. The server refuses every other key, and revoked ones.
 - Who commands: submitting, registering and listing need your client certificate. A site has none.
-- What runs on the sites: nodes start only apps that carry your signature (`operator/signer`), even if the server was broken into.
-  The signature covers the program, not the tensors and settings that the server sends to it.
-- Not protected: whoever is root on a machine. And tensors can tell about the data that they were trained on: see `deploy audit`."""
+- What runs on the sites: nodes start only apps that carry your signature (`operator/signer`), even if the server
+  was broken into. The signature covers the program, not the tensors and settings that the server sends to it.
+- Not protected: whoever is root on a machine. And tensors can tell about the data that they were trained on: see
+  `deploy audit`."""
 
 INSECURE = """\
 ## NOT PROTECTED
 
-This folder was made with `--insecure`: no TLS, no keys, no signatures. Whoever reaches the server's port can read everything
-and run code on every node. It is for trying things out on one machine."""
+This folder was made with `--insecure`: no TLS, no keys, no signatures. Whoever reaches the server's port can read
+everything and run code on every node. It is for trying things out on one machine."""
 
 SITE_README = """\
 # $name of a federation
@@ -165,15 +171,17 @@ This folder is yours alone: it holds your node's private key. Do not send it on.
 $contents
 ## Start
 
-1. Python 3.11 or newer: `python3 -m venv venv && venv/bin/pip install "fedhpro[flower]"`, then `export PATH="@PWD/venv/bin:@PATH"`.
+1. Python 3.11 or newer: `python3 -m venv venv && venv/bin/pip install "fedhpro[flower]"`,
+   then `export PATH="@PWD/venv/bin:@PATH"`.
 2. Say where your data is, in `site.conf`: a folder with one sub-folder per class (`folder:/data/images`), a table
    (`csv:/data/samples.csv`), or a function of your own (`python:module:function`).
 3. `./start.sh`. The node connects outwards to $address; nobody connects to you: no port has to be opened.
 
 ## What leaves this machine
 
-Tensors only: model weights and class-wise statistics, with counts of samples; never samples. Which ones exactly, with shapes and
-bytes, the operator can show you: `fedhpro deploy audit`. Test accuracies are computed here, on samples that you hold out.
+Tensors only: model weights and class-wise statistics, with counts of samples; never samples. Which ones exactly,
+with shapes and bytes, the operator can show you: `fedhpro deploy audit`. Test accuracies are computed here, on
+samples that you hold out.
 $trust
 If this key is lost or stolen, tell the operator, who shuts it out with one command and sends you a new folder.
 """
@@ -185,10 +193,9 @@ SITE_CONTENTS = """\
 """
 
 SITE_TRUST = """
-Your node runs only programs that the operator signed (`trusted.yaml`); other code is refused, whoever sends it. You can read
-the program before: ask the operator for the `app/` folder. Node and training process run as the user who starts
-`start.sh`: give that user access to this data and to nothing else.
-"""
+Your node runs only programs that the operator signed (`trusted.yaml`); other code is refused, whoever sends it. You
+can read the program before: ask the operator for the `app/` folder. Node and training process run as the user who
+starts `start.sh`: give that user access to this data and to nothing else."""
 
 
 def fill(text: str, **values: object) -> str:
