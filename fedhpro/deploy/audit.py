@@ -18,8 +18,9 @@ from ..wire import compress
 Record = dict[str, Any]
 LEAVES, COMES = "up", "down"
 BESIDES = (
-    "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, how many "
-    "samples it trains on, whether and since which round it remembers something, and, where it failed, the kind of error."
+    "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, how "
+    "many samples it trains on, whether and since which round it remembers something, and, where it failed, what kind "
+    "of error it was."
 )
 
 

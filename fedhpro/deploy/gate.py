@@ -119,7 +119,7 @@ class Gate:
         except (binascii.Error, ValueError):
             raise Refused("the node key cannot be read", 401) from None
         if name is not None:
-            raise Refused(f"the key of {name} is revoked")
+            raise Refused(f"the key of {name} is revoked", 401)  # at which a SuperNode stops by itself
 
     def with_signature(self, send: Send) -> Send:
         """Adds the operator's signature to an app on its way to a node."""

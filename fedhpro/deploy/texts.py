@@ -42,7 +42,7 @@ SITE_CONF = """\
 # The operator's server:
 : "@{SUPERLINK:=$address}"
 # The data of this site, which never leaves it: folder:/path, csv:/path or python:module:function.
-# Empty: the part of the public data of the federation's config that has this node's number (for a rehearsal).
+# Empty: this node's share of the public data that the federation's config names (a rehearsal on one machine).
 : "@{DATA:=}"
 # What this node remembers between rounds and restarts:
 : "@{MEMORY:=@PWD/memory}"
@@ -58,8 +58,8 @@ cd "@(dirname "@{BASH_SOURCE[0]}")"
 . ./site.conf
 ${environment}\
 mkdir -p "@MEMORY"
-node_config="partition-id=$partition memory-dir=\\"@MEMORY\\""
-[ -z "@DATA" ] || node_config+=" data=\\"@DATA\\""
+node_config="partition-id=$partition"
+[ -z "@DATA" ] || node_config+=" data=\\"@DATA\\" memory-dir=\\"@MEMORY\\""
 ${run}\
 """
 
@@ -195,7 +195,8 @@ SITE_CONTENTS = """\
 SITE_TRUST = """
 Your node runs only programs that the operator signed (`trusted.yaml`); other code is refused, whoever sends it. You
 can read the program before: ask the operator for the `app/` folder. Node and training process run as the user who
-starts `start.sh`: give that user access to this data and to nothing else."""
+starts `start.sh`: give that user access to this data and to nothing else.
+"""
 
 
 def fill(text: str, **values: object) -> str:
