@@ -1,9 +1,9 @@
-"""What a SuperLink behind its gate spends on its nodes: requests in a second, CPU and memory, for docs/federation-scale.md.
+"""What a SuperLink behind its gate spends on its nodes: requests in a second, CPU, memory (docs/federation-scale.md).
 
     python benchmarks/fleet.py [--nodes 50] [--seconds 10] [--connections 4]
 
-Starts a server in a temporary folder on loopback, registers that many keys, and lets threads here ask for messages as idle
-SuperNodes do, signed with the nodes' keys, over TLS, as fast as the server answers. Then it stops the server.
+Starts a server in a temporary folder on loopback, registers that many keys, and lets threads here ask for messages as
+idle SuperNodes do, signed with the nodes' keys, over TLS, as fast as the server answers. Then it stops the server.
 """
 
 from __future__ import annotations

@@ -278,6 +278,20 @@ def test_status_without_a_server_still_shows_the_certificates(capsys, federation
     ]
 
 
+def test_watch_goes_on_until_it_is_told_to_stop(capsys, federation, monkeypatch):
+    federation.hosts, federation.port = ["127.0.0.1"], free_port()
+    federation.save()
+    looks = iter([None, None])
+
+    def sleep(seconds):
+        if next(looks, "enough") == "enough":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.time, "sleep", sleep)
+    code, text, _ = call(capsys, "deploy", "status", federation.path, "--watch")
+    assert code in (1, 130) and "certificate of CA" in text and next(looks, "over") == "over"
+
+
 def test_audit_lists_what_leaves_and_what_comes(capsys, federation):
     from fedhpro.federation import Federation
 

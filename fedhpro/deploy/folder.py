@@ -20,7 +20,7 @@ from ..files import write_atomically
 from . import texts
 
 MOST_NODES = 10_000  # of one init: keys are cheap, but a typing error makes many
-ALWAYS = ("localhost", "127.0.0.1")  # the server's own processes reach it so
+ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes reach it so
 
 
 class DeployError(UserError):
@@ -196,7 +196,8 @@ class Deployment:
 
     def _write_server(self) -> None:
         _folder(self.server)
-        bind = "127.0.0.1" if all(_is_loopback(host) for host in self.hosts) else "0.0.0.0"
+        everywhere, here = ("::", "::1") if ":" in self.hosts[0] else ("0.0.0.0", "127.0.0.1")
+        bind = here if all(_is_loopback(host) for host in self.hosts) else everywhere
         write_atomically(self.server / "server.conf", texts.fill(texts.SERVER_CONF, bind=bind, port=self.port))
         start = texts.INSECURE_SERVER_START if self.insecure else texts.SERVER_START
         _script(self.server / "start.sh", texts.fill(start, environment=texts.ENVIRONMENT))

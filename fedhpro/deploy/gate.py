@@ -71,7 +71,7 @@ class Gate:
                 raise Refused("only HTTP is spoken here", 404)
             await self.pass_on(scope, receive, send)
         except Refused as refusal:
-            log.warning("refused %s from %s: %s", scope["path"], (scope.get("client") or ["?"])[0], refusal)
+            log.warning("refused %r from %s: %s", scope["path"], (scope.get("client") or ["?"])[0], refusal)
             await answer(send, refusal.status, json.dumps({"detail": str(refusal)}).encode(), b"application/json")
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,7 +264,7 @@ def serve(folder: Path, host: str, port: int) -> None:
     )  # fmt: skip
     settings.load()
     gate.refresh = renewal(settings.ssl, certificate, key)
-    local = "127.0.0.1" if host == "0.0.0.0" else host
+    local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
     executor = subprocess.Popen(
         [
             "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
