@@ -50,7 +50,8 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 @client.train()
 def train(message, context):
@@ -475,6 +476,11 @@ class Processes:
             )  # fmt: skip
         return log
 
+    def ends(self, name, seconds=60):
+        """Wait until a program has stopped by itself; its helpers are stopped with it."""
+        wait_for(lambda: self.started[name].poll() is not None, seconds)
+        self.stop(name)
+
     def stop(self, name, kind=signal.SIGTERM):
         process = self.started.pop(name)
         with contextlib.suppress(ProcessLookupError):
@@ -556,7 +562,7 @@ class Loopback:
         return self.processes.start(node.name, site / "start.sh", RUNTIME_PORT=free_port())
 
     def states(self):
-        with control.Control(self.deployment) as operator:
+        with control.Control(folder.Deployment.open(self.deployment.path)) as operator:
             return {node.name: node.status for node in operator.nodes()}
 
 
@@ -568,7 +574,7 @@ def loopback(tmp_path, small_app, processes):
 
 @pytest.mark.slow
 def test_two_authenticated_nodes_complete_rounds_over_tls_and_one_is_revoked(loopback, capsys):
-    deployment = loopback.deployment
+    deployment, server = loopback.deployment, loopback.processes.path / "server.log"
     logs = [loopback.start_node(node) for node in deployment.nodes]
     wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
     code, text, error = call(capsys, "deploy", "run", deployment.path, "--follow")
@@ -581,11 +587,11 @@ def test_two_authenticated_nodes_complete_rounds_over_tls_and_one_is_revoked(loo
     code, text, _ = call(capsys, "deploy", "revoke", deployment.path, "node-2")
     assert code == 0 and "node-2 is revoked" in text
     assert loopback.states()["node-2"] == "revoked"
-    assert wait_for(lambda: loopback.processes.started["node-2"].poll() is not None, 60)  # it stops by itself
-    loopback.processes.stop("node-2")
-    log = loopback.start_node(deployment.nodes[1])
-    has_said(log, "Failed to initialize the connection")
-    has_said(loopback.processes.path / "server.log", "the key of node-2 is revoked")
+    loopback.processes.ends("node-2")
+    loopback.start_node(deployment.nodes[1])
+    loopback.processes.ends("node-2")
+    assert "refused '/v1/fleet/activate-node' from 127.0.0.1: the key of node-2 is revoked" in server.read_text()
+    assert loopback.states() == {"node-1": "online", "node-2": "revoked"}
     assert call(capsys, "deploy", "register", deployment.path)[1] == "every node was registered already\n"
     assert "Traceback" not in logs[0].read_text()
 
@@ -624,7 +630,7 @@ def test_a_site_can_neither_submit_nor_register_nor_list(loopback, tmp_path):
             env=loopback.processes.environment | {"FLWR_HOME": str(home), "FLWR_DISABLE_UPDATE_CHECK": "1",
                                                   "FLWR_TELEMETRY_ENABLED": "0"},
         )  # fmt: skip
-        assert done.returncode != 0 and "operator's certificate" in done.stdout + done.stderr, done
+        assert done.returncode != 0 and "certificate" in done.stdout + done.stderr, done
     with control.Control(deployment) as operator:
         assert operator.runs() == [] and len(operator.nodes()) == 2
 
@@ -638,7 +644,7 @@ def test_unregistered_keys_and_plaintext_are_refused(loopback):
         "plain", "flower-supernode", "--insecure", "--superlink", deployment.address, "--port", free_port(),
         "--max-retries", 1, FLWR_HOME=deployment.path / "plain", FLWR_TELEMETRY_ENABLED=0, FLWR_DISABLE_UPDATE_CHECK=1,
     )  # fmt: skip
-    wait_for(lambda: loopback.processes.started["plain"].poll() is not None, 60)
+    loopback.processes.ends("plain")
     assert "SuperNode ID" not in plain.read_text()
     assert loopback.states() == {"node-1": "registered", "node-2": "registered", "node-3": "not registered"}
 

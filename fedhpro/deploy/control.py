@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 
 from . import pki
 from .folder import DeployError, Deployment, Node
+
+for _name, _value in {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}.items():
+    os.environ.setdefault(_name, _value)  # before flwr is imported: nothing is reported or looked up
 
 
 @dataclass
