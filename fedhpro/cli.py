@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The command line: fedhpro run, resume, compare, report, watch, costs, predict, export, methods, data, bench."""
-=======
-"""The command line: fedhpro run, resume, compare, costs, predict, export, methods, data, deploy, bench."""
->>>>>>> w-flower
+"""The command line: run, resume, compare, report, watch, costs, predict, export, methods, data, deploy, bench."""
 
 from __future__ import annotations
 

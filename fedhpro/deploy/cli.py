@@ -10,15 +10,11 @@ import typer
 from ..config import configure, parse
 from ..data.sources import SITES
 from ..errors import ConfigError
+from .commands import register_commands
 
 deploy_app = typer.Typer(
     name="deploy", help="Run a federation on real machines, over Flower with TLS and keys.", no_args_is_help=True
 )
-
-
-@deploy_app.callback()
-def _deploy() -> None:
-    """So that a single command is still called by its name."""
 
 
 @deploy_app.command()
@@ -37,3 +33,6 @@ def app(
     nodes = write_app(folder, config)
     simulated = f'--federation-config "num-supernodes={nodes} client-resources-num-cpus=1"'
     typer.echo(f"flwr run {folder} --stream" + ("" if config.data == SITES else f" {simulated}"))
+
+
+register_commands(deploy_app)

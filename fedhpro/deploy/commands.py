@@ -1,0 +1,218 @@
+"""The commands of `fedhpro deploy` around a federation's folder: init, register, run, status, audit, renew, ..."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from ..config import configure, parse
+from ..errors import UserError
+from .folder import DeployError, Deployment, prepared
+
+if TYPE_CHECKING:
+    from .control import Control
+
+out, err = Console(), Console(stderr=True)
+
+Folder = Annotated[Path, typer.Argument(help="The deployment's folder.")]
+Keys = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any key of the config.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def register_commands(app: typer.Typer) -> None:
+    for command in (init, serve, register, run, status, log, stop, audit, add, revoke, renew):
+        app.command()(command)
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    keys: Keys = None,
+    nodes: Annotated[int, typer.Option(help="How many sites take part.")] = 2,
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of the server; the first is the one that nodes use.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the server.")] = 8443,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys: for trials on one machine.")] = False,
+) -> None:
+    """Write the folder of a federation: CA, certificates, node keys, start scripts, the app, and who does what."""
+    needs_flower()
+    made = Deployment.create(folder, prepared(parse(keys or []), nodes), nodes, host or (), port, insecure)
+    if insecure:
+        err.print(
+            "WARNING: --insecure: whoever reaches the server's port can read everything and run code on every node",
+            style="bold red",
+        )
+    _print(f"wrote {folder}: {len(made.nodes)} nodes, server {made.address}; next: {folder / 'README.md'}")
+    _print_expiry(made)
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(help="The server's folder (in the deployment's folder).")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8443,
+) -> None:
+    """Run the SuperLink behind its gate (server/start.sh calls this)."""
+    needs_flower()
+    from . import gate
+
+    for name in ("server.crt", "server.key", "ca.crt", "operator.crt", "signer.pub", "runtime.secret"):
+        if not (folder / name).is_file():
+            raise DeployError(f"{folder} is not the server folder of a deployment: it has no {name}")
+    gate.serve(folder.resolve(), host, port)
+
+
+def register(folder: Folder) -> None:
+    """Tell the server which nodes may take part."""
+    with _control(folder) as control:
+        new = control.register()
+    _print(f"registered {', '.join(new)}" if new else "every node was registered already")
+
+
+def run(
+    folder: Folder,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys in place of the app's.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the log until the run ends.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the last run, from its checkpoint.")] = False,
+) -> None:
+    """Sign the app and run it on the nodes; its run folder is in the server's folder."""
+    given = parse(keys or [])
+    with _control(folder) as control:
+        deployment = control.deployment
+        configure(**(deployment.config.flat() | given))  # a wrong key shows here
+        if resume and deployment.run_folder is None:
+            raise DeployError(f"{folder} has no run to go on with: leave --resume out")
+        given["out"] = deployment.run_folder if resume else deployment.new_run_folder()
+        number = control.start(folder / "app", given)
+        _print(f"started run {number}; its folder: {deployment.server / str(given['out'])}")
+        if follow:
+            for text in control.log(number):
+                print(text, end="", flush=True)
+            last = next(found for found in control.runs() if found.id == number)
+            _print(f"run {number}: {last.status}")
+            if last.status != "finished: completed":
+                raise typer.Exit(1)
+
+
+def log(folder: Folder, number: Annotated[int, typer.Argument(metavar="RUN", help="The run's number.")]) -> None:
+    """Show the log of a run, until it ends."""
+    with _control(folder) as control:
+        for text in control.log(number):
+            print(text, end="", flush=True)
+
+
+def stop(folder: Folder, number: Annotated[int, typer.Argument(metavar="RUN", help="The run's number.")]) -> None:
+    """Stop a run."""
+    with _control(folder) as control:
+        stopped = control.stop(number)
+    _print(f"stopped run {number}" if stopped else f"run {number} could not be stopped: is it over?")
+
+
+def status(
+    folder: Folder,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Nodes, runs, the last round, and when certificates end."""
+    needs_flower()
+    from .status import state, view
+
+    deployment = Deployment.open(folder)
+    if as_json:
+        print(json.dumps(state(deployment), indent=2))
+    elif not watch:
+        out.print(view(state(deployment)))
+    else:
+        with Live(view(state(deployment)), console=out, auto_refresh=False) as live:
+            while True:
+                time.sleep(every)
+                live.update(view(state(Deployment.open(folder))), refresh=True)
+
+
+def audit(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER] [KEY=VALUE]...", help="A deployment's folder, or keys of a config."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print exactly which tensors, shapes and bytes leave a site in a round, and which come in."""
+    from .audit import BESIDES, COMES, LEAVES, table, tensors
+
+    folders = [argument for argument in arguments or [] if "=" not in argument]
+    keys = parse(argument for argument in arguments or [] if "=" in argument)
+    if len(folders) > 1 or (folders and keys):
+        raise DeployError("audit takes one deployment's folder, or keys of a config, not both")
+    config = Deployment.open(Path(folders[0])).config if folders else configure(**keys)
+    rows = tensors(config)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        out.print(table(rows, LEAVES), table(rows, COMES), BESIDES, sep="\n\n", highlight=False)
+
+
+def add(folder: Folder, nodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1) -> None:
+    """Make the folder of one more node."""
+    needs_flower()
+    deployment = Deployment.open(folder)
+    names = ", ".join(str(deployment.site(node)) for node in deployment.add_nodes(nodes))
+    _print(f"wrote {names}; next: fedhpro deploy register {folder}")
+
+
+def revoke(folder: Folder, node: Annotated[str, typer.Argument(help="For example node-2.")]) -> None:
+    """Shut a node's key out, at once and for good."""
+    needs_flower()
+    from .control import Control
+
+    deployment = Deployment.open(folder)
+    revoked = deployment.revoke(node)
+    try:
+        with Control(deployment) as control:
+            known = control.unregister(revoked)
+    except DeployError as error:
+        _print(f"{node} is revoked in {deployment.server / 'revoked.json'}, which the server reads; but {error}")
+        return
+    _print(f"{node} is revoked" + ("" if known else "; it was not registered"))
+
+
+def renew(folder: Folder) -> None:
+    """New certificates for the server and the operator, from the same CA."""
+    needs_flower()
+    deployment = Deployment.open(folder)
+    deployment.renew()
+    _print("renewed; a server on another machine needs server.crt, server.key and operator.crt of the server folder")
+    _print_expiry(deployment)
+
+
+def needs_flower() -> None:
+    if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("cryptography") is None:
+        raise UserError('a deployment needs Flower: pip install "fedhpro[flower]"')
+
+
+def _control(folder: Path) -> Control:
+    needs_flower()
+    from .control import Control
+
+    return Control(Deployment.open(folder))
+
+
+def _print(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _print_expiry(deployment: Deployment) -> None:
+    from .status import expiry_lines
+
+    for line in expiry_lines(deployment.expiry()):
+        out.print(line, highlight=False)

@@ -1,0 +1,80 @@
+"""The state of a deployment: certificates, nodes, runs, and the last round that the server wrote down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from .control import Control
+from .folder import DeployError, Deployment
+
+SOON = 30  # days before its end that a certificate is shown in yellow
+COLOURS = {"online": "green", "offline": "yellow", "revoked": "red", "not registered": "red"}
+
+
+def state(deployment: Deployment) -> dict[str, Any]:
+    """Everything, also where the server does not answer."""
+    found: dict[str, Any] = {"server": deployment.address, "expires_in_days": deployment.expiry()}
+    try:
+        with Control(deployment) as control:
+            found["nodes"] = [asdict(node) for node in control.nodes()]
+            found["runs"] = [asdict(run) for run in control.runs()]
+    except DeployError as error:
+        found |= {"problem": str(error), "nodes": [], "runs": []}
+    return found | {"round": last_round(deployment)}
+
+
+def last_round(deployment: Deployment) -> dict[str, Any] | None:
+    """What the server wrote down last of the last run, where its folder is on this machine."""
+    folder = deployment.server / (deployment.run_folder or "none")
+    metrics = folder / "metrics.jsonl"
+    for line in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []):
+        with contextlib.suppress(json.JSONDecodeError):  # being written
+            return {"folder": str(folder), **json.loads(line)}
+    return None
+
+
+def view(found: dict[str, Any]) -> RenderableType:
+    parts: list[RenderableType] = [
+        f"server [bold]{escape(found['server'])}[/]",
+        *expiry_lines(found["expires_in_days"]),
+    ]
+    if "problem" in found:
+        parts.append(f"[red]{escape(found['problem'])}[/]")
+    if found["nodes"]:
+        nodes = Table(box=None)
+        for title in ("node", "state", "since"):
+            nodes.add_column(title)
+        for node in found["nodes"]:
+            nodes.add_row(
+                node["name"], f"[{COLOURS.get(node['status'], 'blue')}]{node['status']}[/]", node["since"][:19]
+            )
+        parts.append(nodes)
+    if found["runs"]:
+        runs = Table(box=None)
+        for title in ("run", "state", "started", "sent to nodes", "from nodes"):
+            runs.add_column(title, overflow="fold")
+        for run in found["runs"]:
+            traffic = f"{run['bytes_down']:,} B", f"{run['bytes_up']:,} B"
+            runs.add_row(str(run["id"]), escape(run["status"]), run["started"][:19], *traffic)
+        parts.append(runs)
+    if (last := found["round"]) is not None:
+        score = f", AVG {last['accuracy']['AVG']:.2f}" if "accuracy" in last else ""
+        refused = "".join(f"\n  refused: client {r['client']}: {r['reason']}" for r in last["refused"])
+        parts.append(f"round {last['round']}: {len(last['clients'])} clients{score}{escape(refused)}\n{last['folder']}")
+    return Group(*parts)
+
+
+def expiry_lines(days: dict[str, float]) -> list[str]:
+    lines = []
+    for name, left in days.items():
+        style = "red" if left < 0 else "yellow" if left < SOON else "default"
+        when = f"expired {-left:.0f} days ago" if left < 0 else f"ends in {left:,.0f} days"
+        lines.append(f"[{style}]certificate of {name}: {when}[/]")
+    return lines

@@ -1,0 +1,723 @@
+"""A federation's folder, its keys, its gate; and, marked slow, a real one on loopback, all of it stopped again."""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fedhpro import cli
+from fedhpro.config import configure
+from fedhpro.deploy import commands, folder
+from fedhpro.files import write_atomically
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+pki = pytest.importorskip("fedhpro.deploy.pki", reason="cryptography is not installed")
+from fedhpro.deploy import control, gate, status  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern.*:DeprecationWarning")  # in flwr
+
+# An app as small as can be, without torch: adds one (and the node's number) in every round.
+PYPROJECT = """\
+[project]
+name = "counting"
+version = "1.0.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "test"
+[tool.flwr.app.components]
+serverapp = "counting.app:server"
+clientapp = "counting.app:client"
+[tool.flwr.app.config]
+keys = ""
+"""
+COUNTING = """\
+import time
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+server = ServerApp()
+client = ClientApp()
+
+@client.train()
+def train(message, context):
+    x = message.content["arrays"]["x"].numpy() + 1 + int(context.node_config["partition-id"])
+    return Message(RecordDict({"arrays": ArrayRecord({"x": Array(x)})}), reply_to=message)
+
+@server.main()
+def main(grid, context):
+    deadline = time.time() + 60
+    while len(ids := sorted(grid.get_node_ids())) < 2 and time.time() < deadline:
+        time.sleep(0.2)
+    x = np.zeros(1)
+    for number in (1, 2):
+        record = RecordDict({"arrays": ArrayRecord({"x": Array(x)})})
+        sent = [Message(record, dst_node_id=i, message_type="train", group_id=str(number)) for i in ids]
+        replies = list(grid.send_and_receive(sent, timeout=120))
+        print("errors", number, [reply.error.reason for reply in replies if reply.has_error()], flush=True)
+        x = sum([reply.content["arrays"]["x"].numpy() for reply in replies if not reply.has_error()], np.zeros(1))
+        print("sum", number, x.tolist(), flush=True)
+"""
+
+
+def write_counting_app(deployment, config):
+    app = deployment.path / "app"
+    for name, text in {"pyproject.toml": PYPROJECT, "counting/__init__.py": "", "counting/app.py": COUNTING}.items():
+        write_atomically(app / name, text)
+    write_atomically(deployment.path / "config.toml", config.to_toml())
+
+
+@pytest.fixture
+def small_app(monkeypatch):
+    monkeypatch.setattr(folder.Deployment, "_write_app", write_counting_app)
+
+
+@pytest.fixture(autouse=True)
+def fresh_consoles(monkeypatch):
+    for console in (cli.out, cli.err, commands.out, commands.err):  # rich keeps the stream that it first saw
+        monkeypatch.setattr(console, "_file", None)
+        monkeypatch.setattr(console, "_width", 200)
+
+
+@pytest.fixture
+def federation(tmp_path, small_app):
+    return folder.Deployment.create(tmp_path / "fed", configure(), 3, ["fl.example.org", "192.0.2.7", "::1"], 9443)
+
+
+def call(capsys, *arguments):
+    """Exit code, stdout and stderr of a command."""
+    try:
+        cli.main([str(argument) for argument in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def contents(path):
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+# The folder
+
+
+def test_private_keys_are_private_and_scripts_are_sound(federation):
+    for file, content in contents(federation.path).items():
+        if b"PRIVATE KEY" in content or file.name.endswith(".secret"):
+            assert file.stat().st_mode & 0o777 == 0o600, file
+        if file.suffix == ".sh":
+            assert file.stat().st_mode & 0o777 == 0o700
+            subprocess.run(["bash", "-n", file], check=True)
+            assert "set -euo pipefail" in file.read_text() and "--insecure --superlink" not in file.read_text()
+    for path in (federation.path, federation.ca, federation.operator, federation.server, federation.path / "sites"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    for node in federation.nodes:
+        assert federation.site(node).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_secret_is_in_one_place_and_never_in_the_app(federation):
+    secrets = [content for file, content in contents(federation.path).items() if file.stat().st_mode & 0o777 == 0o600]
+    assert len(secrets) == 4 + 1 + 2 * 3  # ca, operator, signer, server; the server's runtime secret; two for each node
+    everything = contents(federation.path)
+    for secret in secrets:
+        assert sum(secret in content for content in everything.values()) == 1
+    names = {file.name for file in federation.site(federation.nodes[0]).iterdir()}
+    assert names == {
+        "README.md", "ca.crt", "fedhpro-supernode.service", "node.key", "node.pub", "runtime.secret", "site.conf",
+        "start.sh", "trusted.yaml",
+    }  # fmt: skip
+    assert not any(b"PRIVATE" in content for content in contents(federation.path / "app").values())
+
+
+def test_certificates_are_of_this_ca_for_these_hosts_and_end_in_time(federation):
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    authority = pki.read_certificate(federation.ca / "ca.crt")
+    for path, purpose in (
+        (federation.server / "server.crt", ExtendedKeyUsageOID.SERVER_AUTH),
+        (federation.operator / "operator.crt", ExtendedKeyUsageOID.CLIENT_AUTH),
+    ):
+        certificate = pki.read_certificate(path)
+        certificate.verify_directly_issued_by(authority)
+        assert list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [purpose]
+        assert 364 < pki.days_left(path) <= 365
+    names = pki.read_certificate(federation.server / "server.crt").extensions
+    names = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.7", "::1", "127.0.0.1"]
+    assert 3649 < federation.expiry()["CA"] <= 3650
+    context = ssl.create_default_context(cafile=str(federation.site(federation.nodes[0]) / "ca.crt"))
+    assert context.cert_store_stats()["x509_ca"] == 1
+
+
+def test_flower_reads_the_node_keys(federation):
+    from flwr.cli.supernode.register import try_load_public_key
+    from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode, _try_setup_client_authentication
+
+    site = federation.site(federation.nodes[1])
+    arguments = _parse_args_run_supernode().parse_args(["--auth-supernode-private-key", str(site / "node.key")])
+    private, _ = _try_setup_client_authentication(arguments)
+    assert private.curve.name == "secp384r1"
+    assert try_load_public_key(site / "node.pub") == pki.node_public_key(site / "node.pub")
+
+
+def test_flower_accepts_the_operators_signature_and_no_other(federation, tmp_path):
+    import yaml
+    from flwr.supercore.fab import Fab
+    from flwr.supernode.start_client_internal import _verify_fab
+
+    trusted = yaml.safe_load((federation.site(federation.nodes[0]) / "trusted.yaml").read_text())
+    signature = pki.sign_app(b"an app", federation.operator / "signer")
+    public = federation.operator / "signer.pub"
+    assert _verify_fab(Fab("", b"an app", signature), trusted) and pki.is_signed(b"an app", signature, public)
+    assert not _verify_fab(Fab("", b"another", signature), trusted)
+    assert not pki.is_signed(b"another", signature, public) and not pki.is_signed(b"an app", {}, public)
+    pki.create_signer(tmp_path / "thief", tmp_path / "thief.pub")
+    forged = pki.sign_app(b"an app", tmp_path / "thief")
+    assert not _verify_fab(Fab("", b"an app", forged), trusted) and not pki.is_signed(b"an app", forged, public)
+
+
+def test_renew_add_and_revoke_change_what_they_say(federation):
+    before = contents(federation.path)
+    federation.renew()
+    changed = {str(file.relative_to(federation.path)) for file, content in contents(federation.path).items()
+               if before.get(file) != content}  # fmt: skip
+    assert changed == {
+        "server/server.key", "server/server.crt", "server/operator.crt",
+        "operator/operator.key", "operator/operator.crt",
+    }  # fmt: skip
+    federation.revoke("node-2")
+    federation.add_nodes(2)
+    found = folder.Deployment.open(federation.path)
+    assert [node.name for node in found.nodes] == [f"node-{number}" for number in range(1, 6)]
+    assert [node.partition for node in found.nodes] == [0, 1, 2, 1, 3]  # one in place of node-2, one more
+    assert [node.revoked is not None for node in found.nodes] == [False, True, False, False, False]
+    assert list(json.loads((federation.server / "revoked.json").read_text()).values()) == ["node-2"]
+    with pytest.raises(folder.DeployError, match="revoked already"):
+        found.revoke("node-2")
+
+
+def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
+    code, text, error = call(capsys, "deploy", "init", tmp_path / "open", "--nodes", 2, "--insecure", "classes=a,b")
+    assert code == 0 and "WARNING" in error and "run code on every node" in error
+    made = folder.Deployment.open(tmp_path / "open")
+    assert "NOT PROTECTED" in (made.path / "README.md").read_text()
+    assert (
+        "--insecure" in (made.server / "start.sh").read_text()
+        and "BIND:=127.0.0.1" in (made.server / "server.conf").read_text()
+    )
+    code, text, error = call(capsys, "deploy", "init", tmp_path / "closed", "--nodes", 2, "classes=a,b")
+    assert code == 0 and not error and "certificate of server: ends in 365 days" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["init", "new", "classes=a,b", "--nodes", "0"], ["--nodes 0", "1 to 10,000"]),
+        (["init", "new", "classes=a,b", "--port", "70000"], ["--port 70000"]),
+        (["init", "new", "classes=a,b", "--host", "https://x.org"], ["https://x.org", "without port"]),
+        (["init", "new", "classes=a,b", "--host", "10.0.0.300"], ["10.0.0.300"]),
+        (["init", "full", "classes=a,b"], ["full", "not empty"]),
+        (["init", "new", "roundz=3"], ["roundz", "rounds"]),
+        (["init", "new"], ["classes=benign,malignant"]),
+        (["init", "new", "classes=a,b", "clients=3"], ["clients", "--nodes"]),
+        (["init", "new", "data=digits-lite"], ["20 clients", "2 nodes", "scenario=iid"]),
+        (["status", "missing"], ["missing", "deploy init"]),
+        (["register", "full"], ["full", "deploy init"]),
+        (["revoke", "fed", "node-9"], ["node-9", "node-1 to node-3"]),
+        (["renew", "full"], ["full"]),
+        (["run", "fed"], ["does not answer", "start.sh"]),
+        (["run", "fed", "roundz=3"], ["roundz", "rounds"]),
+        (["run", "fed", "--resume"], ["no run to go on with"]),
+        (["serve", "full"], ["full", "server.crt"]),
+        (["audit", "fed", "rounds=3"], ["not both"]),
+    ],
+)
+def test_wrong_input_is_one_sentence(capsys, federation, monkeypatch, arguments, words):
+    monkeypatch.chdir(federation.path.parent)
+    (federation.path.parent / "full").mkdir()
+    (federation.path.parent / "full" / "x").touch()
+    federation.hosts, federation.port = ["127.0.0.1"], free_port()
+    federation.save()
+    code, _, error = call(capsys, "deploy", *arguments)
+    assert code == 2 and error.startswith("fedhpro: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error
+    assert not (federation.path.parent / "new").exists()
+
+
+def test_without_flower_a_sentence_says_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    code, _, error = call(capsys, "deploy", "init", tmp_path / "new")
+    assert code == 2 and "fedhpro[flower]" in error
+
+
+def test_status_without_a_server_still_shows_the_certificates(capsys, federation, monkeypatch):
+    federation.hosts, federation.port = ["127.0.0.1"], free_port()
+    federation.save()
+    code, text, _ = call(capsys, "deploy", "status", federation.path)
+    assert code == 0 and "certificate of operator: ends in" in text and "does not answer" in text
+    assert status.expiry_lines({"server": -3.0, "operator": 12.0}) == [
+        "[red]certificate of server: expired 3 days ago[/]",
+        "[yellow]certificate of operator: ends in 12 days[/]",
+    ]
+
+
+def test_watch_goes_on_until_it_is_told_to_stop(capsys, federation, monkeypatch):
+    federation.hosts, federation.port = ["127.0.0.1"], free_port()
+    federation.save()
+    looks = iter([None, None])
+
+    def sleep(seconds):
+        if next(looks, "enough") == "enough":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.time, "sleep", sleep)
+    code, text, _ = call(capsys, "deploy", "status", federation.path, "--watch")
+    assert code in (1, 130) and "certificate of CA" in text and next(looks, "over") == "over"
+
+
+def test_audit_lists_what_leaves_and_what_comes(capsys, federation):
+    from fedhpro.federation import Federation
+
+    code, text, _ = call(capsys, "deploy", "audit", federation.path, "--json")
+    rows = json.loads(text)
+    made = Federation(configure())
+    for direction, expected in (("up", made.upload), ("down", made.sent())):
+        found = {row["tensor"]: (row["shape"], row["bytes"]) for row in rows if row["direction"] == direction}
+        assert found == {name: (list(value.shape), value.nbytes) for name, value in expected.items()}
+    code, text, _ = call(capsys, "deploy", "audit", "data=sites", "classes=a,b,c", "compress=fp16")
+    assert code == 0 and "leaves a site" in text and "comes to a site" in text
+    assert re.search(r"evaluation/head +3 x 3 +int64 +72", text)  # how many of which class were taken for which
+    assert re.search(r"model/classifier.weight +3 x 128 +float16 +768", text)
+
+
+# The gate, without Flower behind it
+
+
+async def everything_is_fine(scope, receive, send):
+    """Behind the gate: an application that answers with the path and the body that reached it."""
+    body = b""
+    while (event := await receive())["type"] == "http.request":
+        body += event.get("body", b"")
+        if not event.get("more_body"):
+            break
+    await gate.answer(send, 200, scope["path"].encode() + b" " + body, b"text/plain")
+
+
+def ask(application, path, body=b"", peer=None, client="198.51.100.4", headers=()):
+    """Status and body of one request."""
+    scope = {"type": "http", "path": path, "headers": list(headers), "client": (client, 5), "state": {"peer": peer}}
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(event):
+        sent.append(event)
+
+    asyncio.run(application(scope, receive, send))
+    length = dict(sent[0]["headers"])[b"content-length"]
+    found = b"".join(event["body"] for event in sent[1:])
+    assert int(length) == len(found)
+    return sent[0]["status"], found
+
+
+def operators_fingerprint(federation):
+    return pki.fingerprint(federation.operator / "operator.crt")
+
+
+@pytest.mark.parametrize(
+    "path", ["list-nodes", "list-runs", "register-node", "start-run", "stop-run", "stream-logs", "x"]
+)
+def test_control_is_the_operators_alone(federation, path):
+    guarded = gate.Gate(everything_is_fine, federation.server)
+    for peer in (None, "00" * 32, pki.fingerprint(federation.server / "server.crt")):
+        code, body = ask(guarded, f"/v1/control/{path}", peer=peer)
+        assert code == 403 and b"operator's certificate" in body
+    code, _ = ask(guarded, f"/v1/control/{path}", peer=operators_fingerprint(federation))
+    assert code == (403 if path == "start-run" else 200)  # an empty request is not signed
+
+
+def test_the_old_operator_certificate_is_refused_after_renewal(federation):
+    guarded, old = gate.Gate(everything_is_fine, federation.server), operators_fingerprint(federation)
+    assert ask(guarded, "/v1/control/list-nodes", peer=old)[0] == 200
+    federation.renew()
+    assert ask(guarded, "/v1/control/list-nodes", peer=old)[0] == 403
+    assert ask(guarded, "/v1/control/list-nodes", peer=operators_fingerprint(federation))[0] == 200
+
+
+def test_what_is_not_named_does_not_exist(federation):
+    guarded = gate.Gate(everything_is_fine, federation.server)
+    operator = operators_fingerprint(federation)
+    for path in ("/", "/docs", "/openapi.json", "/v1/responses", "//v1/control/list-nodes", "/V1/fleet/x", "/healthy"):
+        assert ask(guarded, path, peer=operator)[0] == 404
+    assert ask(guarded, "/health")[0] == 200
+    assert ask(guarded, "/v1/runtime/acquire-task")[0] == 403
+    assert ask(guarded, "/v1/runtime/acquire-task", client="127.0.0.1")[0] == 200
+
+
+def test_only_signed_apps_are_taken_and_the_signature_goes_with_them(federation):
+    from flwr.proto.control_pb2 import StartRunRequest
+    from flwr.proto.fab_pb2 import Fab, GetFabResponse
+
+    operator, bundle = operators_fingerprint(federation), b"an app"
+    signature = pki.sign_app(bundle, federation.operator / "signer")
+    guarded = gate.Gate(everything_is_fine, federation.server)
+
+    def submit(content, verifications):
+        body = StartRunRequest(fab=Fab(content=content, verifications=verifications)).SerializeToString()
+        code, found = ask(guarded, gate.START_RUN, body, operator)
+        assert code != 200 or found.endswith(body)  # what was checked is what goes on
+        return code
+
+    assert submit(bundle, {}) == 403 and submit(b"another", signature) == 403
+    assert ask(guarded, gate.START_RUN, b"\xff\xff garbage", operator)[0] == 400
+    assert ask(guarded, gate.START_RUN, b"x" * (gate.LARGEST_APP + 1), operator)[0] == 413
+    assert submit(bundle, signature) == 200
+
+    async def superlink(scope, receive, send):
+        fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle)
+        await gate.answer(send, 200, GetFabResponse(fab=fab).SerializeToString(), b"application/protobuf")
+
+    code, body = ask(gate.Gate(superlink, federation.server), gate.GET_FAB)
+    assert code == 200 and dict(GetFabResponse.FromString(body).fab.verifications) == signature
+
+
+def test_a_revoked_key_is_shut_out_of_fleet_and_registration(federation):
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+
+    guarded, operator = gate.Gate(everything_is_fine, federation.server), operators_fingerprint(federation)
+    keys = [pki.node_public_key(federation.site(node) / "node.pub") for node in federation.nodes]
+    headers = [[(gate.NODE_KEY, base64.b64encode(key))] for key in keys]
+    federation.revoke("node-1")
+    assert [ask(guarded, "/v1/fleet/pull-messages", headers=header)[0] for header in headers] == [401, 200, 200]
+    for order in (headers[0] + headers[1], headers[1] + headers[0]):  # hidden behind another key
+        assert ask(guarded, "/v1/fleet/pull-messages", headers=order)[0] == 401
+    assert ask(guarded, "/v1/fleet/pull-messages", headers=[(gate.NODE_KEY, b"?")])[0] == 401
+    bodies = [RegisterNodeRequest(public_key=key).SerializeToString() for key in keys]
+    assert [ask(guarded, gate.REGISTER, body, operator)[0] for body in bodies] == [401, 200, 200]
+
+
+def test_over_real_tls_only_the_operators_certificate_opens_control(federation, tmp_path, small_app):
+    import httpx
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    other = folder.Deployment.create(tmp_path / "other", configure(), 1)
+    settings = uvicorn.Config(
+        gate.Gate(everything_is_fine, federation.server), port=free_port(), lifespan="off", log_level="error",
+        **gate.tls(federation.server), http=gate.knows_peer(AutoHTTPProtocol), ws="none",
+    )  # fmt: skip
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_for(lambda: server.started, 10)
+
+        def status_of(path, certificate=None):
+            context = ssl.create_default_context(cafile=str(federation.ca / "ca.crt"))
+            if certificate is not None:
+                context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+            with httpx.Client(verify=context) as client:
+                return client.post(f"https://127.0.0.1:{settings.port}{path}").status_code
+
+        mine, theirs = federation.operator / "operator.crt", other.operator / "operator.crt"
+        assert status_of("/v1/control/list-nodes", mine) == 200
+        assert status_of("/v1/control/list-nodes") == 403
+        assert status_of("/v1/fleet/pull-messages") == 200  # Flower checks node keys, behind the gate
+        for certificate in (theirs, federation.server / "server.crt"):  # of another CA; not for clients
+            with pytest.raises(httpx.TransportError):
+                status_of("/v1/control/list-nodes", certificate)
+        with pytest.raises(httpx.TransportError), httpx.Client() as client:
+            client.post(f"http://127.0.0.1:{settings.port}/v1/control/list-nodes")
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+# A real federation on loopback
+
+
+class Processes:
+    """Starts programs with an environment that marks them and their children, and stops them all."""
+
+    def __init__(self, path):
+        self.path, self.started = path, {}
+        bin_folder = Path(sys.executable).parent
+        package = Path(cli.__file__).parents[1]
+        self.environment = os.environ | {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1",
+            "FEDHPRO_TEST": str(path),
+        }  # fmt: skip
+
+    def start(self, name, *command, **environment):
+        log = self.path / f"{name}.log"
+        with log.open("ab") as file:
+            self.started[name] = subprocess.Popen(
+                [str(part) for part in command], stdout=file, stderr=file, start_new_session=True,
+                env=self.environment | {key: str(value) for key, value in environment.items()},
+            )  # fmt: skip
+        return log
+
+    def ends(self, name, seconds=60):
+        """Wait until a program has stopped by itself; its helpers are stopped with it."""
+        wait_for(lambda: self.started[name].poll() is not None, seconds)
+        self.stop(name)
+
+    def stop(self, name, kind=signal.SIGTERM):
+        process = self.started.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, kind)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(5)
+
+    def close(self):
+        for name in list(self.started):
+            self.stop(name)
+        with contextlib.suppress(TimeoutError):
+            wait_for(lambda: not self.left_over(), 15)
+        for pid in (left := self.left_over()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert not left, f"processes were left over: {left}"
+
+    def left_over(self):
+        mark, found = f"FEDHPRO_TEST={self.path}".encode(), []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+
+@pytest.fixture
+def processes(tmp_path):
+    running = Processes(tmp_path)
+    yield running
+    running.close()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.1)
+    return found
+
+
+def has_said(log, words, seconds=60):
+    """Wait for words in a log; fail with the log where they do not come."""
+    try:
+        wait_for(lambda: words in log.read_text(errors="replace"), seconds)
+    except TimeoutError:
+        pytest.fail(f"{words!r} is not in {log.name}:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+class Loopback:
+    """A deployment with its server running and its nodes registered."""
+
+    def __init__(self, deployment, processes):
+        self.deployment, self.processes = deployment, processes
+        processes.start("server", deployment.server / "start.sh")
+        self.wait_for_server()
+        with control.Control(deployment) as operator:
+            assert operator.register() == [node.name for node in deployment.nodes]
+
+    def wait_for_server(self):
+        def answers():
+            with contextlib.suppress(folder.DeployError), control.Control(self.deployment) as operator:
+                return operator.nodes()
+
+        wait_for(answers, 90)
+
+    def start_node(self, node):
+        site = self.deployment.site(node)
+        return self.processes.start(node.name, site / "start.sh", RUNTIME_PORT=free_port())
+
+    def states(self):
+        with control.Control(folder.Deployment.open(self.deployment.path)) as operator:
+            return {node.name: node.status for node in operator.nodes()}
+
+
+@pytest.fixture
+def loopback(tmp_path, small_app, processes):
+    deployment = folder.Deployment.create(tmp_path / "fed", configure(), 2, port=free_port())
+    return Loopback(deployment, processes)
+
+
+@pytest.mark.slow
+def test_two_authenticated_nodes_complete_rounds_over_tls_and_one_is_revoked(loopback, capsys):
+    deployment, server = loopback.deployment, loopback.processes.path / "server.log"
+    logs = [loopback.start_node(node) for node in deployment.nodes]
+    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    code, text, error = call(capsys, "deploy", "run", deployment.path, "--follow")
+    assert code == 0, text + error
+    assert "errors 1 []" in text and "sum 1 [3.0]" in text and "sum 2 [9.0]" in text
+    assert "finished: completed" in text
+    code, text, _ = call(capsys, "deploy", "status", deployment.path)
+    assert code == 0 and text.count("online") == 2 and "finished: completed" in text
+
+    code, text, _ = call(capsys, "deploy", "revoke", deployment.path, "node-2")
+    assert code == 0 and "node-2 is revoked" in text
+    assert loopback.states()["node-2"] == "revoked"
+    loopback.processes.ends("node-2")
+    loopback.start_node(deployment.nodes[1])
+    loopback.processes.ends("node-2")
+    assert "refused '/v1/fleet/activate-node' from 127.0.0.1: the key of node-2 is revoked" in server.read_text()
+    assert loopback.states() == {"node-1": "online", "node-2": "revoked"}
+    assert call(capsys, "deploy", "register", deployment.path)[1] == "every node was registered already\n"
+    assert "Traceback" not in logs[0].read_text()
+
+
+@pytest.mark.slow
+def test_a_site_can_neither_submit_nor_register_nor_list(loopback, tmp_path):
+    """With everything that a site has: the CA's certificate, its key, and stock Flower."""
+    import httpx
+    from flwr.proto import control_pb2 as requests
+    from flwr.proto.fab_pb2 import Fab
+    from flwr.supercore.control import ControlHttpClient
+
+    deployment = loopback.deployment
+    site = deployment.site(deployment.nodes[0])
+    key = pki.node_public_key(site / "node.pub")
+    context = ssl.create_default_context(cafile=str(site / "ca.crt"))
+    with ControlHttpClient(f"https://{deployment.address}", verify=context) as client:
+        for call_it in (
+            lambda: client.StartRun(requests.StartRunRequest(fab=Fab(content=b"code"))),
+            lambda: client.RegisterNode(requests.RegisterNodeRequest(public_key=key)),
+            lambda: client.UnregisterNode(requests.UnregisterNodeRequest(node_id=1)),
+            lambda: client.ListNodes(requests.ListNodesRequest()),
+            lambda: client.ListRuns(requests.ListRunsRequest()),
+            lambda: list(client.StreamLogs(requests.StreamLogsRequest(run_id=1))),
+        ):
+            with pytest.raises(httpx.HTTPStatusError) as refused:
+                call_it()
+            assert refused.value.response.status_code == 403
+    home = tmp_path / "site-home"
+    home.mkdir()
+    address = f'[superlink.there]\naddress = "{deployment.address}"\nroot-certificates = "{site / "ca.crt"}"\n'
+    (home / "config.toml").write_text(address)
+    for command in (["run", deployment.path / "app"], ["supernode", "register", site / "node.pub"], ["ls"]):
+        done = subprocess.run(
+            [Path(sys.executable).parent / "flwr", *command, "there"], capture_output=True, text=True, timeout=60,
+            env=loopback.processes.environment | {"FLWR_HOME": str(home), "FLWR_DISABLE_UPDATE_CHECK": "1",
+                                                  "FLWR_TELEMETRY_ENABLED": "0"},
+        )  # fmt: skip
+        assert done.returncode != 0 and "certificate" in done.stdout + done.stderr, done
+    with control.Control(deployment) as operator:
+        assert operator.runs() == [] and len(operator.nodes()) == 2
+
+
+@pytest.mark.slow
+def test_unregistered_keys_and_plaintext_are_refused(loopback):
+    deployment = loopback.deployment
+    [late] = deployment.add_nodes()  # never registered
+    has_said(loopback.start_node(late), "Failed to initialize the connection")
+    plain = loopback.processes.start(
+        "plain", "flower-supernode", "--insecure", "--superlink", deployment.address, "--port", free_port(),
+        "--max-retries", 1, FLWR_HOME=deployment.path / "plain", FLWR_TELEMETRY_ENABLED=0, FLWR_DISABLE_UPDATE_CHECK=1,
+    )  # fmt: skip
+    loopback.processes.ends("plain")
+    assert "SuperNode ID" not in plain.read_text()
+    assert loopback.states() == {"node-1": "registered", "node-2": "registered", "node-3": "not registered"}
+
+
+@pytest.mark.slow
+def test_nodes_refuse_code_that_a_broken_server_sends(loopback, tmp_path, capsys):
+    """Whoever has the whole server folder, and even the operator's certificate, but not the signing key."""
+    deployment = loopback.deployment
+    logs = [loopback.start_node(node) for node in deployment.nodes]
+    pki.create_signer(tmp_path / "thief", tmp_path / "thief.pub")
+    write_atomically(deployment.server / "signer.pub", (tmp_path / "thief.pub").read_bytes())
+    os.replace(tmp_path / "thief", deployment.operator / "signer")
+    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    _, text, _ = call(capsys, "deploy", "run", deployment.path, "--follow")
+    assert text.count("The FAB could not be verified.") == 4 and "sum 2 [0.0]" in text  # two nodes, two rounds
+    for log in logs:
+        assert "FAB verification failed" in log.read_text() and "flwr-clientapp" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_renewed_certificate_is_taken_up_while_running(loopback):
+    deployment = loopback.deployment
+
+    def serial():
+        pem = ssl.get_server_certificate(("127.0.0.1", deployment.port))
+        return re.sub(r"\s", "", pem)
+
+    before = serial()
+    deployment.renew()
+    assert loopback.states() == {"node-1": "registered", "node-2": "registered"}  # with the new operator certificate
+    assert serial() != before
+    assert serial() == re.sub(r"\s", "", (deployment.server / "server.crt").read_text())
+
+
+def write_images(path, shift, count=12):
+    """Two classes of 16x16 images: bright on the left, bright on the right."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(shift)
+    for number, name in enumerate(("left", "right")):
+        (path / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 60, (16, 16, 3), dtype=np.uint8)
+            pixels[:, 8 * number : 8 * number + 8] += 120 + shift
+            Image.fromarray(pixels).save(path / name / f"{i}.png")
+
+
+@pytest.mark.slow
+def test_fedhpro_on_the_sites_own_images_then_resumed(tmp_path, processes, capsys):
+    """From init to a report, and on from the checkpoint after the server was killed, with the real app."""
+    port = free_port()
+    keys = ["classes=left,right", "image_size=16", "rounds=1", "local_epochs=1", "join_deadline=120"]
+    code, text, error = call(capsys, "deploy", "init", tmp_path / "fed", "--nodes", 2, "--port", port, *keys)
+    assert code == 0, error
+    loopback = Loopback(folder.Deployment.open(tmp_path / "fed"), processes)
+    deployment = loopback.deployment
+    for number, node in enumerate(deployment.nodes):
+        write_images(tmp_path / f"images-{number}", shift=20 * number)
+        processes.environment["DATA"] = f"folder:{tmp_path / f'images-{number}'}"
+        loopback.start_node(node)
+    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    code, text, error = call(capsys, "deploy", "run", deployment.path, "--follow")
+    assert code == 0 and "round 1: 2 clients, 0 refused" in text, text + error
+    processes.stop("server", signal.SIGKILL)
+    processes.start("server", deployment.server / "start.sh")
+    loopback.wait_for_server()
+    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    code, text, error = call(capsys, "deploy", "run", deployment.path, "rounds=2", "--resume", "--follow")
+    assert code == 0 and "round 2: 2 clients, 0 refused" in text and "round 1:" not in text, text + error
+    code, text, _ = call(capsys, "deploy", "status", deployment.path, "--json")
+    found = json.loads(text)
+    assert found["round"]["round"] == 2 and found["round"]["federated"]["clients"]
+    run_folder = Path(found["round"]["folder"])
+    assert run_folder.parent == deployment.server / "runs" and (run_folder / "MODEL_CARD.md").exists()
+    assert not any(b"images-0" in content for content in contents(run_folder).values())  # nothing of where data is
