@@ -108,7 +108,9 @@ class Control:
             raise DeployError(f"{app} is not an app: {' '.join(str(error).split())}") from None
         signature = {} if self.deployment.insecure else pki.sign_app(bundle, self.deployment.operator / "signer")
         fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle, verifications=signature)
-        override = {"keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items())}
+        override: dict[str, bool | float | int | str] = {
+            "keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items())
+        }
         with self.explained():
             response = self.client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(override)))
         if not response.HasField("run_id"):

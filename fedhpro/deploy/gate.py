@@ -263,6 +263,7 @@ def serve(folder: Path, host: str, port: int) -> None:
         **tls(folder),
     )  # fmt: skip
     settings.load()
+    assert settings.ssl is not None
     gate.refresh = renewal(settings.ssl, certificate, key)
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
     executor = subprocess.Popen(
