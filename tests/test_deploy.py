@@ -240,6 +240,7 @@ def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
         (["init", "new", "data=digits-lite"], ["20 clients", "2 nodes", "scenario=iid"]),
         (["status", "missing"], ["missing", "deploy init"]),
         (["register", "full"], ["full", "deploy init"]),
+        (["register", "fed", "--wait", "0.1"], ["does not answer", "start.sh"]),
         (["revoke", "fed", "node-9"], ["node-9", "node-1 to node-3"]),
         (["renew", "full"], ["full"]),
         (["run", "fed"], ["does not answer", "start.sh"]),

@@ -70,9 +70,15 @@ def serve(
     gate.serve(folder.resolve(), host, port)
 
 
-def register(folder: Folder) -> None:
+def register(
+    folder: Folder,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a server that is still starting.")] = 30,
+) -> None:
     """Tell the server which nodes may take part."""
+    end = time.monotonic() + wait
     with _control(folder) as control:
+        while not control.answers() and time.monotonic() < end:
+            time.sleep(0.5)
         new = control.register()
     _print(f"registered {', '.join(new)}" if new else "every node was registered already")
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,15 @@ class Control:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
+
+    def answers(self) -> bool:
+        """Whether there is a server at all, whatever it thinks of us."""
+        host, port = self.deployment.hosts[0], self.deployment.port
+        try:
+            with socket.create_connection((host, port), timeout=2):
+                return True
+        except OSError:
+            return False
 
     def nodes(self) -> list[NodeState]:
         """Every node of the folder, as the server sees it; where nodes have no keys, whoever is connected."""

@@ -7,7 +7,7 @@ from string import Template
 ENVIRONMENT = """\
 umask 077
 export FLWR_HOME="@PWD/flwr" FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
-export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1
 mkdir -p "@FLWR_HOME"
 """
 
@@ -65,7 +65,7 @@ ${run}\
 
 SECURE_NODE = """\
 # The training process is started here with a secret, or any user of this machine could take its tasks.
-flower-superexec --insecure --runtime-api-address "127.0.0.1:@RUNTIME_PORT" \\
+FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2 flower-superexec --insecure --runtime-api-address "127.0.0.1:@RUNTIME_PORT" \\
   --superexec-auth-secret-file runtime.secret --parent-pid @@ &
 exec flower-supernode --superlink "@SUPERLINK" --root-certificates ca.crt --auth-supernode-private-key node.key \\
   --trusted-entities trusted.yaml --isolation process --superexec-auth-secret-file runtime.secret \\
