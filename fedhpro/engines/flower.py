@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import queue
+import re
 import shutil
 import tempfile
 import threading
@@ -494,6 +495,8 @@ class Keepsakes:
         if self.shared:
             self.files: ClientMemories | None = ClientMemories(Path(str(request["memories"])))
         elif folder := context.node_config.get("memory-dir"):
+            if not re.fullmatch(r"[\w-]+", str(request["run"])):  # a server must not choose folders of a site
+                raise SiteError("the server named a run that cannot be a folder's name")
             self.files = ClientMemories(Path(str(folder), str(request["run"]), f"client-{k}"))
         else:
             self.files = None
@@ -543,7 +546,10 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
         about["client"] = k = client_of(context.node_config)
         request = message.content.config_records[ABOUT]
         with one_thread():
-            site = site_of(str(request["config"]))
+            text = str(request["config"])
+            if "data" in context.node_config and tomllib.loads(text).get("data") != SITES:
+                raise SiteError(f"its data is its own: the server's config must have data={SITES}")
+            site = site_of(text)
             private, about["digest"] = site.own, site.digest
             site.enter(k, context.node_config)
             more, tensors = work(site, k, context, request, from_record(message.content.array_records[TENSORS]))
