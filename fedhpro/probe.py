@@ -23,7 +23,7 @@ from .errors import RunError
 from .federation import Federation
 from .models.base import Net
 from .runs import RunFolder
-from .training import copy_into
+from .training import copy_into, model_tensors, section
 
 KINDS = {"S": "hyper-prototypes", "A": "anchors", "P": "global prototypes"}
 
@@ -55,7 +55,7 @@ def probe(run: str | Path, source: Source | None = None) -> Probe:
     if not tensors:
         raise RunError(f"{folder} has no sound checkpoint")
     with torch.no_grad():
-        copy_into(net, {name.removeprefix("model/"): t for name, t in tensors.items() if name.startswith("model/")})
+        copy_into(model_tensors(net), section(tensors, "model"))
     z = torch.cat([features(net, client.train, transform) for client in federation.clients])
     means, counts = class_means(z, torch.cat([client.train.y for client in federation.clients]), C)
     domains = {

@@ -44,7 +44,7 @@ from .federation import Federation, Record
 from .files import DamagedFile, load_tensors, save_tensors, write_atomically
 from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
-from .training import copy_into
+from .training import copy_into, model_tensors
 from .wire import compress
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class RunFolder:
     def _save_model(self, federation: Federation) -> None:
         config, source, net = federation.config, federation.source, federation.net
         with torch.no_grad():
-            copy_into(net, federation.model)
+            copy_into(model_tensors(net), federation.model)
         state = {name: value.contiguous() for name, value in net.state_dict().items()}  # on a GPU it is channels_last
         for name, value in state.items():
             if name.endswith("num_batches_tracked"):  # steps of this process, not of the federation

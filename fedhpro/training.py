@@ -100,14 +100,15 @@ class Bench:
         self.values = model_tensors(net)
         self.initial = {name: value.clone() for name, value in self.values.items()}
         self.frozen = {name: copy.deepcopy(net).requires_grad_(False).eval() for name in frozen}
+        self.frozen_values = {name: model_tensors(net) for name, net in self.frozen.items()}
 
     @torch.no_grad()
     def load(self, received: Tensors, memory: Tensors) -> None:
         """The received part of the model, and the client's own part, or the common start before its first round."""
         source = self.initial | section(memory, "net") | section(received, "model")
-        torch._foreach_copy_(list(self.values.values()), [source[name] for name in self.values])
-        for name, net in self.frozen.items():
-            copy_into(net, source | section(memory, name))
+        copy_into(self.values, source)
+        for name, values in self.frozen_values.items():
+            copy_into(values, source | section(memory, name))
 
 
 class LocalTrainer:
@@ -233,8 +234,8 @@ def model_tensors(net: Net) -> Tensors:
     return {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
 
 
-def copy_into(net: Net, source: Tensors) -> None:
-    values = model_tensors(net)
+def copy_into(values: Tensors, source: Tensors) -> None:
+    """From `source` into the live tensors of a net, by name."""
     torch._foreach_copy_(list(values.values()), [source[name] for name in values])
 
 

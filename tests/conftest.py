@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from fedhpro import cli
 from fedhpro.data.sources import Domain, Source, Split
 
 torch.set_num_threads(1)
@@ -24,6 +25,17 @@ TINY = {
     "stem": "3x3/2",
     "seed": 0,
 }
+
+
+def call(capsys, *arguments):
+    """Exit code, stdout and stderr of a command."""
+    try:
+        cli.main([str(argument) for argument in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def synthetic_split(n: int, classes: int, seed: int, brightness: int = 0, size: int = 16) -> Split:

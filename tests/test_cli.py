@@ -8,21 +8,11 @@ import sys
 import tomllib
 
 import pytest
+from conftest import call
 
 from fedhpro import cli
 
 QUICK = ["rounds=1", "local_epochs=1", "workers=0", "evaluate_every=9"]
-
-
-def call(capsys, *arguments):
-    """Exit code, stdout and stderr of a command."""
-    try:
-        cli.main([str(argument) for argument in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 @pytest.fixture(autouse=True)

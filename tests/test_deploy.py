@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import call
 
 from fedhpro import cli
 from fedhpro.config import configure
@@ -96,17 +97,6 @@ def fresh_consoles(monkeypatch):
 @pytest.fixture
 def federation(tmp_path, small_app):
     return folder.Deployment.create(tmp_path / "fed", configure(), 3, ["fl.example.org", "192.0.2.7", "::1"], 9443)
-
-
-def call(capsys, *arguments):
-    """Exit code, stdout and stderr of a command."""
-    try:
-        cli.main([str(argument) for argument in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 def contents(path):

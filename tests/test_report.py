@@ -1,5 +1,6 @@
 """report.html and `fedhpro watch`: what is on the page, what it does with strange names and broken folders."""
 
+import functools
 import http.client
 import json
 import random
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from conftest import TINY, synthetic_split
+from conftest import TINY, call, synthetic_split
 
 import fedhpro
 from fedhpro import cli
@@ -237,24 +238,16 @@ def test_what_a_run_has_so_far_is_shown(runs, tmp_path):
 
 
 def test_the_command(runs, tmp_path, capsys, monkeypatch):
-    def call(*arguments):
-        try:
-            cli.main(["report", *map(str, arguments)])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
+    report = functools.partial(call, capsys, "report")
     for console in (cli.out, cli.err):
         monkeypatch.setattr(console, "_file", None)
     monkeypatch.chdir(tmp_path)
-    code, said, complained = call(runs[0].parent, "missing", "--no-tsne")
+    code, said, complained = report(runs[0].parent, "missing", "--no-tsne")
     assert code == 0 and "wrote report.html" in said and "left out: missing" in complained
     assert "4 runs" in Outline(Path("report.html").read_text()).text
-    code, said, complained = call("missing")
+    code, said, complained = report("missing")
     assert (code, said) == (2, "") and complained.count("\n") == 1
-    code, _, complained = call(runs[0], "--out", runs[0] / "config.toml" / "x.html", "--no-tsne")
+    code, _, complained = report(runs[0], "--out", runs[0] / "config.toml" / "x.html", "--no-tsne")
     assert code == 2 and "cannot be written" in complained
 
 

@@ -3,6 +3,7 @@
     cpu      seconds a round beside other frameworks, which it installs
     gpu      milliseconds a step and seconds a round on a GPU
     growth   time and memory as clients, classes and features grow
+    server   gradient matching and re-training on one core
     rounds   workers, and what FedHPro costs beside FedAvg
     batches  augmented samples per second beside a DataLoader
 
@@ -23,7 +24,7 @@ from ..errors import ConfigError
 from ..files import write_atomically
 from . import machine
 
-BENCHES = ("cpu", "gpu", "growth", "rounds", "batches")
+BENCHES = ("cpu", "gpu", "growth", "server", "rounds", "batches")
 
 
 def run(name: str, quick: bool, out: Path, console: Console) -> None:

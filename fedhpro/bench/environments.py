@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ import torch
 
 from ..config import available_cores
 from ..files import cache_folder
+from .machine import memory
 
 SCRIPTS = Path(__file__).parent / "peers"
 PATIENCE = 900  # seconds for one run
@@ -113,13 +113,13 @@ def time_run(command: Sequence[str], threads: int, with_memory: bool = False, py
             env=os.environ | variables,
             start_new_session=True,
         )
-        memory = PeakMemory(process.pid) if with_memory else None
+        watched = PeakMemory(process.pid) if with_memory else None
         try:
             process.wait(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             raise Failed(f"not finished after {PATIENCE} seconds") from None
         finally:
-            peak = memory.stop() if memory else None
+            peak = watched.stop() if watched else None
             if process.poll() is None:  # too slow, or Ctrl-C
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -147,27 +147,7 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self.ended.wait(0.1):
-            self.peak = max(self.peak, sum(_pss_mb(pid) for pid in _descendants(self.pid)))
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            name, _, rest = stat.read_text().rpartition(")")
-            children.setdefault(int(rest.split()[1]), []).append(int(name.split()[0]))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found
-
-
-def _pss_mb(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
+            self.peak = max(self.peak, memory(self.pid) / 2**20)
 
 
 def _last_line(text: str) -> str:

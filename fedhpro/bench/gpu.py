@@ -7,8 +7,6 @@ that suits the GPU best. Samples are random; only their number and size matter h
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -192,12 +190,3 @@ def draw(found: Rows, path: Path) -> None:
     axes.set_xlabel("milliseconds per 64 samples; black: the floor, one model with batches of 1280")
     axes.margins(y=0.01)
     figure.savefig(path, dpi=110)
-
-
-def main() -> None:
-    found = gpu("--quick" in sys.argv, say=lambda line: print(line, flush=True))
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

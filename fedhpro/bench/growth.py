@@ -1,7 +1,5 @@
 """How a round grows, in time and memory: with the clients, the classes, the features and the samples of a client.
 
-python -m fedhpro.bench.growth [--quick] [--out FILE]
-
 Every case is a run of its own in a fresh process, so that its peak memory is its own: that of the whole process tree,
 in which a page shared by n processes counts 1/n for each (PSS, five times a second; on Linux only). All samples are one
 and the same image: what is measured is the federation, not its data. Seconds are those of the fastest round, without
@@ -10,26 +8,25 @@ the first and without evaluation; CPU seconds are those of all its processes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from .. import runs
 from ..callbacks import Callback
-from ..config import available_cores, configure
+from ..config import configure
 from ..data.sources import Domain, Source, Split
+from .machine import memory, tree
 
 Case = dict[str, Any]
 START: Case = {"clients": 10, "classes": 10, "features": 128, "samples": 32}
@@ -46,15 +43,7 @@ MIDDLE = slice(1, -1)  # the first round warms up, the last is evaluated
 
 
 def growth(quick: bool = False) -> dict[str, Any]:
-    """A row for each case, and the machine they were measured on."""
-    machine = {
-        "cores": available_cores(),
-        "cpu": cpu_model(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "load_at_start": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-    }
-    return {"machine": machine, "rows": [measure(case) for case in cases(quick)]}
+    return {"rows": [measure(case) for case in cases(quick)]}
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -70,7 +59,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 def measure(case: Case) -> Case:
     """Run one case in a process of its own and watch the memory of all its processes."""
-    command = [sys.executable, "-m", "fedhpro.bench.growth", "--case", json.dumps(case)]
+    command = [sys.executable, "-m", "fedhpro.bench.growth", json.dumps(case)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         peak = 0
         while child.poll() is None:
@@ -133,26 +122,6 @@ def one_image(clients: int, samples: int, classes: int) -> Source:
     return Source("one-image", (domain,), tuple(map(str, range(classes))), {"all": (clients, samples)})
 
 
-def tree(pid: int) -> list[Path]:
-    """What /proc has of a process and all below it; nothing where there is no /proc, or the process is gone."""
-    process = Path(f"/proc/{pid}")
-    try:
-        below = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [process, *(found for child in below for found in tree(int(child)))]
-
-
-def memory(pid: int) -> int:
-    """Bytes of a process tree (PSS)."""
-    total = 0
-    for process in tree(pid):
-        with contextlib.suppress(OSError):  # it may end at any time
-            lines = (process / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return total
-
-
 def cpu_seconds(pid: int) -> float:
     """What the cores spent on a process tree until now: other people's work on the machine does not show in it."""
     ticks = 0
@@ -163,29 +132,10 @@ def cpu_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How a round grows with clients, classes, features and samples.")
-    parser.add_argument("--quick", action="store_true", help="two points of each, FedHPro only: about a minute")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(run_case(arguments.case)))
-        return
-    found = growth(arguments.quick)
+def show(found: dict[str, Any], console: Console) -> None:
     for row in found["rows"]:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+        console.print("  ".join(f"{name} {value}" for name, value in row.items()), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run_case(json.loads(sys.argv[1]))))

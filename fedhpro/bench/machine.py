@@ -1,4 +1,4 @@
-"""The machine that numbers were measured on, in words that name no host and no path."""
+"""The machine that numbers were measured on, in words that name no host and no path, and what its processes take."""
 
 from __future__ import annotations
 
@@ -37,6 +37,26 @@ def sentence(machine: dict[str, Any]) -> str:
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gb']} GB, torch {machine['torch']}, "
         f"load {machine['load_before']} before and {machine['load_after']} after"
     )
+
+
+def tree(pid: int) -> list[Path]:
+    """What /proc has of a process and all below it; nothing where there is no /proc, or the process is gone."""
+    process = Path(f"/proc/{pid}")
+    try:
+        below = [child for task in (process / "task").iterdir() for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [process, *(found for child in below for found in tree(int(child)))]
+
+
+def memory(pid: int) -> int:
+    """Bytes of a process tree (PSS)."""
+    total = 0
+    for process in tree(pid):
+        with contextlib.suppress(OSError):  # it may end at any time
+            lines = (process / "smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def _first(path: str, key: str) -> str | None:

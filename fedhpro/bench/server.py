@@ -1,20 +1,15 @@
-"""Seconds of the server's own work with FedHPro on one core: Eq 6 to 9, and the re-training of preset `released`.
-
-python -m fedhpro.bench.server        prints a table and writes benchmarks/results/matching.json
-"""
+"""Seconds of the server's own work with FedHPro on one core: Eq 6 to 9, and the re-training of preset `released`."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from .. import equations as eq
 from ..engines.cpu import one_thread
@@ -26,7 +21,7 @@ I, D, M = 5, 512, 30
 @one_thread()
 @torch.no_grad()
 def server(quick: bool = False) -> dict[str, Any]:
-    """Best and median seconds of each case; `load` is the machine's before the first."""
+    """Best and median seconds of each case."""
     times = 3 if quick else 9
     rng = torch.Generator().manual_seed(0)
     cases: dict[str, Callable[[], object]] = {}
@@ -39,7 +34,7 @@ def server(quick: bool = False) -> dict[str, Any]:
         gradients, held = torch.randn(K, 100, D, generator=rng), torch.ones(K, 100, dtype=torch.int64)
         cases[f"mean of {K} clients' gradients, C=100"] = partial(eq.mean_gradients, gradients, held)
     cases["re-training of preset released, C=10, d=256"] = _retraining(rng)
-    load, found = os.getloadavg()[0], dict[str, dict[str, float]]()
+    found = dict[str, dict[str, float]]()
     for name, case in cases.items():
         case()
         seconds = []
@@ -49,7 +44,7 @@ def server(quick: bool = False) -> dict[str, Any]:
             seconds.append(time.perf_counter() - started)
         found[name] = {"best": round(min(seconds), 5), "median": round(statistics.median(seconds), 5)}
     about = f"I={I}, d={D} unless named, M={M}, float32, one torch thread, {times} times"
-    return {"about": about, "torch": torch.__version__, "load": round(load, 2), "seconds": found}
+    return {"about": about, "seconds": found}
 
 
 def _retraining(rng: torch.Generator, C: int = 10, d: int = 256, clients: int = 10) -> Callable[[], object]:
@@ -70,16 +65,8 @@ def _retraining(rng: torch.Generator, C: int = 10, d: int = 256, clients: int = 
     return lambda: released.retrain(state, reports, torch.Generator().manual_seed(0))
 
 
-def main() -> None:
-    found = server()
-    print(f"{found['about']}; load {found['load']}")
+def show(found: dict[str, Any], console: Console) -> None:
+    console.print(found["about"], highlight=False)
     for name, seconds in found["seconds"].items():
-        print(f"  {name:48} best {seconds['best']:.4f} s   median {seconds['median']:.4f} s")
-    out = Path("benchmarks") / "results" / "matching.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=2) + "\n")
-    print(f"wrote {out}")
-
-
-if __name__ == "__main__":
-    main()
+        best, median = seconds["best"], seconds["median"]
+        console.print(f"  {name:48} best {best:.4f} s   median {median:.4f} s", highlight=False)

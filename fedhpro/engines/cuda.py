@@ -25,7 +25,7 @@ from ..data.sources import Split
 from ..methods.base import Tensors
 from ..models.base import ConvNorm, Net
 from ..sgd import SGD
-from ..training import Bench, LocalSettings, LocalTrainer, copy_into, make_optimizer, step, train
+from ..training import Bench, LocalSettings, LocalTrainer, copy_into, make_optimizer, model_tensors, step, train
 from .cpu import Answer, InProcess, Memories
 
 log = logging.getLogger("fedhpro")
@@ -347,7 +347,7 @@ def _prepared(bench: Bench, fused: ModuleType | None, compiled: bool) -> Net:
     """A copy of a net at its start, arranged for captured steps."""
     net = copy.deepcopy(bench.net)
     with torch.no_grad():
-        copy_into(net, bench.initial)
+        copy_into(model_tensors(net), bench.initial)
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.num_batches_tracked = None  # a counter that nobody reads, in a kernel of its own

@@ -561,6 +561,11 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
     return Message(content, reply_to=message)
 
 
+def answered(work: Work) -> Callable[[Message, Context], Message]:
+    """A kind of request, by the work that it asks of a client."""
+    return lambda message, context: _reply(message, context, work)
+
+
 def _may_leave(error: Exception, private: bool) -> str:
     """Of trouble at a site, no more than what kind it is: a sentence may have a path or a name in it."""
     if isinstance(error, (SiteError, ConfigError)) or (isinstance(error, UserError) and not private):
@@ -569,45 +574,38 @@ def _may_leave(error: Exception, private: bool) -> str:
 
 
 @client_app.query()
-def hello(message: Message, context: Context) -> Message:
-    def work(
-        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
-    ) -> tuple[Record, Tensors]:
-        return {"samples": len(site.federation.clients[k].train)}, {}
-
-    return _reply(message, context, work)
+@answered
+def hello(
+    site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+) -> tuple[Record, Tensors]:
+    return {"samples": len(site.federation.clients[k].train)}, {}
 
 
 @client_app.train()
-def train(message: Message, context: Context) -> Message:
-    def work(
-        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
-    ) -> tuple[Record, Tensors]:
-        round, generation = int(request["round"]), int(request["generation"])
-        keepsakes = Keepsakes(site, k, context, request)
-        memory, recalled = keepsakes.recall(generation)
-        upload, memory = site.federation.trainer.update(round, k, received, memory)
-        if memory:
-            keepsakes.keep(round, memory, [*request["held"], generation])
-        upload = wire.compress(upload, site.federation.config.compress)
-        return {"remembered": bool(memory), "recalled": recalled}, upload
-
-    return _reply(message, context, work)
+@answered
+def train(
+    site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+) -> tuple[Record, Tensors]:
+    round, generation = int(request["round"]), int(request["generation"])
+    keepsakes = Keepsakes(site, k, context, request)
+    memory, recalled = keepsakes.recall(generation)
+    upload, memory = site.federation.trainer.update(round, k, received, memory)
+    if memory:
+        keepsakes.keep(round, memory, [*request["held"], generation])
+    upload = wire.compress(upload, site.federation.config.compress)
+    return {"remembered": bool(memory), "recalled": recalled}, upload
 
 
 @client_app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
+@answered
+def evaluate(
+    site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+) -> tuple[Record, Tensors]:
     """The global model, or this client's own, on its held-out samples: tables of counts, true and predicted."""
-
-    def work(
-        site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
-    ) -> tuple[Record, Tensors]:
-        memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
-        trainer, tables = site.federation.trainer, Tensors()
-        for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):
-            if len(trainer.tests[name]):
-                found = trainer.evaluate(name, k if private else None, received, memory if private else {})
-                tables |= {f"{i}/{head}": table for head, table in found.items()}
-        return {}, tables
-
-    return _reply(message, context, work)
+    memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
+    trainer, tables = site.federation.trainer, Tensors()
+    for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):
+        if len(trainer.tests[name]):
+            found = trainer.evaluate(name, k if private else None, received, memory if private else {})
+            tables |= {f"{i}/{head}": table for head, table in found.items()}
+    return {}, tables
