@@ -54,15 +54,25 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         raise
 
 
+def packed(tensors: Mapping[str, Tensor], **about: str) -> bytes:
+    """The tensors in the format of safetensors, which gives one name to one memory."""
+    return save(_owned(tensors), about or None)
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
-    """safetensors, with the checksum of the content and whatever else is to be remembered in its header."""
+    """With the checksum of the content, and whatever else is to be remembered, in the header."""
+    owned = _owned(tensors)
+    write_atomically(path, packed(owned, **about, sha256=checksum(owned)))
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     owned: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in tensors.items():
         value = value.detach().cpu().contiguous()
-        owned[name] = value.clone() if value.data_ptr() in seen else value  # safetensors: one name for one memory
+        owned[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
-    write_atomically(path, save(owned, about | {"sha256": checksum(owned)}))
+    return owned
 
 
 def is_whole(path: Path) -> bool:

@@ -43,6 +43,7 @@ serverapp = "counting.app:server"
 clientapp = "counting.app:client"
 [tool.flwr.app.config]
 keys = ""
+nodes = "{}"
 """
 COUNTING = """\
 import time

@@ -12,6 +12,7 @@ pytest.importorskip("flwr", reason="Flower is an extra: pip install 'fedhpro[flo
 
 from flower_grid import LocalGrid
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from safetensors import SafetensorError
 
 from fedhpro import runs, wire
 from fedhpro.config import configure
@@ -78,18 +79,19 @@ def test_tensors_keep_their_types_shapes_and_bits():
         "none": torch.empty(0, 4),
         "odd": torch.tensor([float("nan"), -0.0]),
     }
-    back = from_record(to_record(tensors), sixteen_bits=True)
+    back = from_record(to_record(tensors))
     assert wire.schema_of(back) == wire.schema_of(tensors)
     for name, value in tensors.items():
         assert torch.equal(*(v.reshape(-1).view(torch.uint8) for v in (back[name], value))), name
 
 
 def test_a_header_that_promises_more_than_there_is_costs_nothing():
-    record = to_record({"x": torch.zeros(4)})
-    header = record["x"].data.replace(b"(4,), }      ", b"(4" + b"0" * 6 + b",), }")
-    assert len(header) == len(record["x"].data)
-    with pytest.raises(ValueError, match="other bytes than its header says"):
-        from_record(ArrayRecord({"x": Array("float32", (4,), "numpy.ndarray", header)}))
+    honest = to_record({"x": torch.zeros(4)})["safetensors"].data
+    hostile = honest.replace(b"[4]", b"[4000000000]").replace(b"[0,16]", b"[0,16000000000]")
+    length = int.from_bytes(honest[:8], "little") + len(hostile) - len(honest)
+    hostile = length.to_bytes(8, "little") + hostile[8:]
+    with pytest.raises(SafetensorError):
+        from_record(ArrayRecord({"safetensors": Array("uint8", (len(hostile),), "safetensors", hostile)}))
 
 
 # --- replies that cannot be used -----------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def answering(reply, content):
 
 def bad_bytes(reply):
     content = RecordDict(dict(reply.content))
-    content["tensors"] = ArrayRecord({"samples": Array("float32", (1,), "numpy.ndarray", b"nonsense")})
+    content["tensors"] = ArrayRecord({"safetensors": Array("uint8", (8,), "safetensors", b"nonsense")})
     return answering(reply, content)
 
 
@@ -200,6 +202,36 @@ def test_a_node_may_leave_and_come_back():
 def test_waiting_for_clients_has_an_end():
     with pytest.raises(FederationStalled, match="0 of 3 clients joined within join_deadline"):
         through_flower(grid=LocalGrid(0))
+
+
+def test_uploads_that_come_early_wait_with_the_superlink(monkeypatch):
+    monkeypatch.setattr(flower, "AHEAD", 1)
+    grid = LocalGrid(3)
+    grid.meddle = lambda message, reply, context: (
+        None if message.metadata.message_type == "train" and context.node_config["partition-id"] == 0 else reply
+    )
+    with Federation(configure(**(KEYS | {"engine": "flower"})), grid=grid) as federation:
+        ask, held = federation.engine.ask, []
+
+        def watched(*arguments):
+            for answer in ask(*arguments):
+                held.append(len(grid.replies))
+                yield answer
+
+        monkeypatch.setattr(federation.engine, "ask", watched)
+        record = federation.next_round()
+    assert record["refused"] == [{"client": 0, "reason": "no answer within 0.3 seconds"}]
+    assert held == [1, 0, 0]  # while the first was waited for, one of the two others was taken
+
+
+def test_a_node_cannot_be_a_client_that_its_key_was_not_registered_as():
+    grid = LocalGrid(3)
+    registered = flower.Registered(grid, {grid.node_of(k): k for k in range(3)})
+    grid.contexts[grid.node_of(2)].node_config["partition-id"] = 0  # and it is the first to say hello
+    with Federation(configure(**(KEYS | {"engine": "flower"})), grid=registered) as federation:
+        assert federation.engine.nodes == {0: grid.node_of(0), 1: grid.node_of(1)}
+        (refused,) = federation.next_round()["refused"]
+        assert refused["client"] == 2 and "it says that it is client 0, but its key" in refused["reason"]
 
 
 def test_two_nodes_cannot_be_one_client():

@@ -26,6 +26,7 @@ clientapp = "client_app:app"
 
 [tool.flwr.app.config]
 keys = ""  # in place of those in config.toml: flwr run . --run-config 'keys="rounds=20 seed=1"'
+nodes = "{{}}"  # which client each node is, {{"node id": client}}: `fedhpro deploy run` says it, from the nodes' keys
 """
 
 SERVER_APP = '''"""The server: the run that config.toml describes."""

@@ -80,6 +80,13 @@ class Control:
             found.append(NodeState(node.name, "revoked", node.revoked) if node.revoked else state)
         return found
 
+    def clients(self) -> dict[int, int]:
+        """Which client each registered node is: no node can be another's. Without keys there is nobody to know."""
+        if self.deployment.insecure:
+            return {}
+        partition = {node.name: node.partition for node in self.deployment.nodes if node.revoked is None}
+        return {n.id: partition[n.name] for n in self.nodes() if n.name in partition and n.id is not None}
+
     def register(self) -> list[str]:
         """Register every node that is not yet; the names of the new ones."""
         from flwr.proto.control_pb2 import RegisterNodeRequest
@@ -119,7 +126,8 @@ class Control:
         signature = {} if self.deployment.insecure else pki.sign_app(bundle, self.deployment.operator / "signer")
         fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle, verifications=signature)
         override: dict[str, bool | float | int | str] = {
-            "keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items())
+            "keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items()),
+            "nodes": json.dumps(self.clients()),
         }
         with self.explained():
             response = self.client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto(override)))

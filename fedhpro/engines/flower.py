@@ -5,9 +5,11 @@ an Engine over Flower's public Grid, and not one of its Strategies: a Strategy o
 of its base class counts from 1, waits without limit for nodes, and keeps one ArrayRecord from round to round, where a
 method of ours has a model, a state and a generator, and a checkpoint of them that a run goes on from.
 
-A request to a node is named tensors (what `Federation.sent` gives) and a ConfigRecord; a reply is the same. A client is
-known by the partition id in its node's config. It has said hello, with its version and a digest of config and tensors,
-before it is asked for anything else. Uploads are folded in the order of dispatch, whatever order they come in.
+A request to a node is named tensors (what `Federation.sent` gives) and a ConfigRecord; a reply is the same. All tensors
+of a message are one array, in the format of safetensors: Flower stores and fetches each array by itself, with several
+requests. A client is known by the partition id in its node's config; in a deployment its node's key must be the one
+that was registered for that client. It has said hello, with its version and a digest of config and tensors, before it
+is asked for anything else. Uploads are folded in the order of dispatch, whatever order they come in.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
+import json
 import logging
-import math
 import os
 import queue
 import re
@@ -27,6 +28,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ QUIET = {
 for _name, _value in QUIET.items():
     os.environ.setdefault(_name, _value)
 
-import numpy as np  # noqa: E402
+import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
@@ -54,6 +56,7 @@ from ..config import Config, configure, load, parse  # noqa: E402
 from ..data.sites import SiteError, site_data  # noqa: E402
 from ..data.sources import SITES, Split  # noqa: E402
 from ..errors import ConfigError, FederationStalled, RunError, UserError  # noqa: E402
+from ..files import packed  # noqa: E402
 from ..memories import ClientMemories  # noqa: E402
 from ..methods.base import Tensors  # noqa: E402
 from ..version import __version__  # noqa: E402
@@ -66,6 +69,9 @@ log = logging.getLogger("fedhpro.flower")
 SITES_DEADLINE = 600.0  # seconds for a round, where the config has none
 POLLS = 0.05, 1.0  # seconds between two looks for replies: at first, and at most
 ABOUT, TENSORS = "about", "tensors"  # the records of a message
+PACKED = "safetensors"  # the one array of TENSORS
+AHEAD = 8  # uploads that may wait in memory for one that is to be folded before them
+FOLDING = 60.0, 1.0  # seconds, and more for each client, that replies which came in time stay with the SuperLink
 
 
 class Refused(Exception):
@@ -76,25 +82,19 @@ class Refused(Exception):
 
 
 def to_record(tensors: Tensors) -> ArrayRecord:
-    """bfloat16, which numpy has not, travels as the int16 of the same bits."""
-    plain = {n: v.view(torch.int16) if v.dtype == torch.bfloat16 else v for n, v in tensors.items()}
-    return ArrayRecord({name: Array(value.detach().contiguous().numpy()) for name, value in plain.items()})
+    if not tensors:
+        return ArrayRecord()
+    data = packed(tensors)
+    return ArrayRecord({PACKED: Array("uint8", (len(data),), "safetensors", data)})
 
 
-def from_record(record: Mapping[str, Array], sixteen_bits: bool = False) -> Tensors:
-    """Tensors of their own. A hostile header cannot make them larger than what was received."""
-    tensors = {}
-    for name, array in record.items():
-        stream = io.BytesIO(array.data)
-        if np.lib.format.read_magic(stream) != (1, 0):
-            raise ValueError(f"{name} is in another format than that of np.save")
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(array.data) - stream.tell():
-            raise ValueError(f"{name} has other bytes than its header says")
-        values = np.frombuffer(array.data, dtype, offset=stream.tell())
-        value = torch.from_numpy(values.reshape(shape, order="F" if by_columns else "C").copy())
-        tensors[name] = value.view(torch.bfloat16) if sixteen_bits and dtype == np.int16 else value
-    return tensors
+def from_record(record: Mapping[str, Array]) -> Tensors:
+    """Tensors of their own. A hostile header cannot make them larger than what was received: safetensors sees to it."""
+    if not record:
+        return {}
+    if list(record) != [PACKED]:
+        raise ValueError(f"they are not one array named {PACKED}")
+    return safetensors.torch.load(record[PACKED].data)
 
 
 def digest_of(federation: Federation) -> str:
@@ -114,9 +114,19 @@ def shared_text(config: Config) -> str:
 # --- the server ----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Registered:
+    """A way to nodes whose keys are known, and which client each of them is."""
+
+    grid: Grid
+    clients: Mapping[int, int]
+
+
 class FlowerEngine:
-    def __init__(self, federation: Federation, grid: Grid) -> None:
-        self.federation, self.grid, self.config = federation, grid, federation.config
+    def __init__(self, federation: Federation, grid: Grid | Registered) -> None:
+        self.federation, self.config = federation, federation.config
+        self.registered = grid.clients if isinstance(grid, Registered) else None
+        self.grid = grid.grid if isinstance(grid, Registered) else grid
         self.restarted: list[Record] = []
         self.nodes: dict[int, int] = {}  # client -> the node that said hello as that client
         self.turned_away: dict[int, str] = {}  # client -> why its node is not one of these
@@ -152,7 +162,9 @@ class FlowerEngine:
             if k not in self.nodes:
                 raise Refused(self.turned_away.get(k, "no node of this client is connected"))
             about, tensors = self.read(k, reply)
-            upload = wire.expand(tensors, self.config.compress, self.federation.schema)
+            schema = self.federation.schema
+            tensors = {name: tensors[name] for name in schema if name in tensors} | tensors  # safetensors sorts names
+            upload = wire.expand(tensors, self.config.compress, schema)
             self.note_memory(k, about)
             return Answer(k, upload, {}, None, about.get("remembered") is True, wire.num_bytes(tensors))
         except Refused as refused:
@@ -220,7 +232,8 @@ class FlowerEngine:
     # messages
 
     def message(self, kind: str, k: int, what: Record, tensors: ArrayRecord | None = None) -> Message:
-        return self._message(kind, self.nodes[k], what, self.deadline, tensors)
+        seconds = self.deadline + FOLDING[0] + FOLDING[1] * len(self.nodes)
+        return self._message(kind, self.nodes[k], what, seconds, tensors)
 
     def _message(
         self, kind: str, node: int, what: Record, seconds: float, tensors: ArrayRecord | None = None
@@ -235,19 +248,20 @@ class FlowerEngine:
         return Message(content, node, kind, ttl=seconds, group_id=str(what.get("round", "")))
 
     def ask(self, messages: Mapping[int, Message], seconds: float) -> Iterator[tuple[int, Message | Exception | None]]:
-        """The replies in the order of the messages; None for what has not come after so many seconds."""
+        """The replies in the order of the messages; None for what has not come after so many seconds. Those that come
+        before their turn wait with the SuperLink, but for a few."""
         waiting = {k: identifier for k, message in messages.items() if (identifier := self.push(message))}
         arrived: dict[int, Message | Exception] = {}
         end, pause = time.monotonic() + seconds, POLLS[0]
         for k in messages:
             while k in waiting:
-                for other, identifier in list(waiting.items()):
+                for other, identifier in list(waiting.items())[: AHEAD + 1 - len(arrived)]:
                     if (reply := self.pull(identifier)) is not None:
                         arrived[other] = reply
                         del waiting[other]
-                if k in waiting:
-                    if time.monotonic() > end:
-                        break
+                if k in waiting and time.monotonic() > end:
+                    del waiting[k]
+                elif k in waiting:
                     time.sleep(pause)
                     pause = min(pause * 1.5, POLLS[1])
             yield k, arrived.pop(k, None)
@@ -285,7 +299,7 @@ class FlowerEngine:
         if not isinstance(tensors, ArrayRecord):
             raise Refused("its reply has no tensors")
         try:
-            return dict(about), from_record(tensors, sixteen_bits=self.config.compress == "bf16")
+            return dict(about), from_record(tensors)
         except Exception as error:  # of bytes that anybody may have written
             raise Refused(f"its tensors cannot be decoded: {_sentence(error)}") from None
 
@@ -322,13 +336,16 @@ class FlowerEngine:
             self.welcome(node, k, about)
         except Refused as refused:
             log.warning("node %d (client %s) is turned away: %s", node, k, refused)
-            if isinstance(k, int) and k not in self.nodes:
-                self.turned_away[k] = str(refused)
+            client = k if self.registered is None else self.registered.get(node)
+            if isinstance(client, int) and client not in self.nodes:
+                self.turned_away[client] = str(refused)
 
     def welcome(self, node: int, k: Any, about: Mapping[str, Any]) -> None:
         count = len(self.federation.clients)
         if not isinstance(k, int) or not 0 <= k < count:
             raise Refused(f"it says that it is client {_sentence(k)}, and they are 0 to {count - 1}")
+        if self.registered is not None and self.registered.get(node) != k:
+            raise Refused(f"it says that it is client {k}, but its key was registered for another, or not yet")
         if k in self.nodes:
             raise Refused(f"client {k} is there already, as node {self.nodes[k]}")
         samples = about.get("samples")
@@ -411,12 +428,13 @@ def server_app(config: Path) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         keys = parse(str(context.run_config.get("keys", "")).split())
-        serve(load(config).replace(**keys), grid)
+        nodes = {int(node): k for node, k in json.loads(str(context.run_config.get("nodes", "{}"))).items()}
+        serve(load(config).replace(**keys), Registered(grid, nodes) if nodes else grid)
 
     return app
 
 
-def serve(config: Config, grid: Grid) -> None:
+def serve(config: Config, grid: Grid | Registered) -> None:
     from .. import runs
 
     logging.basicConfig(format="%(message)s")
