@@ -139,7 +139,7 @@ $security
 - **A site's key is lost or stolen:** `fedhpro deploy revoke FOLDER node-K` shuts that key out at once and for good.
   Where the server is another machine and cannot be reached, copy `server/revoked.json` there.
 - **One more site:** `fedhpro deploy add FOLDER`, then `fedhpro deploy register FOLDER`. A site whose key was
-  revoked comes back so.
+  revoked comes back so. A run that goes on knows only the nodes of its start: stop it and `deploy run FOLDER --resume`.
 - **Your signing key (`operator/signer`) is stolen:** the sites must get a new `trusted.yaml`; make a new folder.
 - **Your laptop is stolen:** `fedhpro deploy renew FOLDER` from a backup, copy `server/operator.crt` to the server, and
   see the line above: the signing key was on it.
