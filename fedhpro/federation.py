@@ -28,6 +28,7 @@ from .evaluation import (
     domain_accuracies,
     mean,
 )
+from .folding import Fold, WeightedMean
 from .memories import ClientMemories, check_budget, generations_of, most_files
 from .methods.base import Method, Tensors
 from .randomness import generator, numpy_generator, seed_for
@@ -156,7 +157,7 @@ class Federation:
         assert self.engine is not None, "use the federation in a with statement"
         number, watch = self.round + 1, accounting.Stopwatch()
         sent, chosen = self.sent(), self.sample(number)
-        average, reports, losses = wire.Mean(), wire.Stack(len(chosen)), wire.Mean()
+        fold, losses = self._fold(len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         watch.lap("send")
         with torch.enable_grad():
@@ -164,7 +165,7 @@ class Federation:
                 watch.lap("train")
                 reason = answer.error or wire.problem(answer.upload, self.schema)
                 if reason is None:
-                    self._accept(answer.upload, average, reports, losses)
+                    self._accept(answer.client, answer.upload, fold, losses)
                     bytes_up += wire.num_bytes(answer.upload) if answer.bytes is None else answer.bytes
                     if answer.memory:
                         self.memories.store(answer.client, number, answer.memory)
@@ -176,10 +177,10 @@ class Federation:
                     on_client(done, len(chosen))
                 watch.lap("fold")
         watch.lap("train")
-        enough = reports.count >= self.config.min_clients
+        enough = fold.count >= self.config.min_clients
         self.stalled = 0 if enough else self.stalled + 1
         if enough:
-            self._aggregate(number, average, reports)
+            self._aggregate(number, fold)
         watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
         if losses.weight:
@@ -261,18 +262,19 @@ class Federation:
         most = most_files(len(self.clients), self.per_round, c.rounds, c.checkpoint_every, c.keep_checkpoints)
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
+    def _fold(self, most: int) -> Fold:
+        return WeightedMean(most, by_samples=self.config.weights == "samples")
+
     @torch.no_grad()
-    def _accept(self, upload: Tensors, average: wire.Mean, reports: wire.Stack, losses: wire.Mean) -> None:
-        samples = float(upload["samples"])
+    def _accept(self, client: int, upload: Tensors, fold: Fold, losses: wire.Mean) -> None:
         model = section(upload, "model")
         classifier = {name: value.cpu() for name, value in model.items() if name.startswith("classifier.")}
-        average.add(model, samples if self.config.weights == "samples" else 1.0)
-        losses.add(section(upload, "loss"), samples)
         report = self.method.decode(section(upload, "report"), classifier)
-        reports.add(report | {"samples": upload["samples"]})
+        fold.add(client, model, report | {"samples": upload["samples"]})
+        losses.add(section(upload, "loss"), float(upload["samples"]))
 
-    def _aggregate(self, number: int, average: wire.Mean, reports: wire.Stack) -> None:
-        averaged, stacked = average.result(), reports.result()
+    def _aggregate(self, number: int, fold: Fold) -> None:
+        averaged, stacked = fold.result()
         rng = generator(self.config.seed, "aggregate", number)
         arguments = self.state, averaged, stacked, rng
         if self.server_flops is None:
