@@ -48,7 +48,7 @@ def write_card(run: str | Path) -> Path:
     config = _read(run / "config.toml", tomllib.loads)
     if not (about or result or config):
         raise RunError(f"{run} is not a run folder: give one that `fedhpro run` wrote")
-    facts = config | result
+    facts = config | result | {"privacy_kind": config.get("privacy")}
     facts["kind"] = about.get("kind", "text" if config.get("model") == "textcnn" else "image")
     sections = {
         "What it is": _model(about, facts),
@@ -182,6 +182,11 @@ def _method_keys(config: Facts) -> list[str]:
 
 def _traffic(facts: Facts, result: Facts) -> str:
     samples = POOLED if _pools_data(facts) else KEPT
+    if privacy := result.get("privacy"):
+        samples = (
+            "Samples did not leave the clients. What left was protected by client-level differential privacy with "
+            f"{facts['privacy_kind']} noise: epsilon = {privacy['epsilon']:g} at delta = {facts.get('delta')}."
+        )
     rows = [
         ("sent by the clients, all rounds", _bytes(result.get("bytes_up"))),
         ("received by the clients, all rounds", _bytes(result.get("bytes_down"))),

@@ -349,7 +349,7 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
         found = result.headline
         print(f"AVG {found['final']:.2f}  best {found['best']:.2f}  last5 {found['last5']:.2f}  {result.folder}")
     else:
-        out.print(result_table(result))
+        out.print(result_table(result) if result.accuracy else "no round was evaluated")
         for line in cost_lines(result):
             out.print(line, highlight=False, soft_wrap=True)
         out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)

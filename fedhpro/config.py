@@ -85,9 +85,18 @@ class Config(BaseModel):
     exchange: Literal["auto", "model", "classifier", "prototypes", "nothing"] = Field(
         "auto", description="what of the model travels; auto: what the method asks for"
     )
+    # privacy
+    privacy: Literal["off", "central", "local"] = Field(
+        "off", description="who clips and adds noise: a server that is trusted, or every client"
+    )
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's change of the model (privacy)")
+    clip_report: float = Field(1.0, gt=0, description="largest norm of what it reports besides (privacy)")
+    noise: float = Field(1.0, gt=0, description="noise multiplier z: standard deviation over sensitivity (privacy)")
+    delta: float = Field(1e-5, gt=0, lt=1, description="delta of the guarantee; below 1 / clients (privacy)")
+    epsilon: float | None = Field(None, gt=0, description="the budget: a run that would cost more is refused (privacy)")
     # evaluation
-    evaluation: Literal["central", "federated", "both"] = Field(
-        "central", description="on the server's test sets, on each client's own held-out samples, or both"
+    evaluation: Literal["central", "federated", "both", "off"] = Field(
+        "central", description="on the server's test sets, on each client's own held-out samples, both, or not at all"
     )
     split: Literal["test", "validation"] = Field("test", description="the server's sets: choose settings on validation")
     held_out: float = Field(0.2, gt=0, lt=1, description="share that clients hold out when evaluation is federated")

@@ -31,6 +31,7 @@ from .evaluation import (
 from .folding import Fold, WeightedMean
 from .memories import ClientMemories, check_budget, generations_of, most_files
 from .methods.base import Method, Tensors
+from .privacy import Privacy, PrivateSum
 from .randomness import generator, numpy_generator, seed_for
 from .training import LocalSettings, LocalTrainer, owned, section, travels
 
@@ -80,6 +81,7 @@ class Federation:
             config.seed,
             choose_device(config),
         )
+        self.privacy = self.trainer.privacy = Privacy.of(config)
         self.watch = accounting.Stopwatch()  # of the last round
         self.server_flops: int | None = None  # of an aggregation
         self.confusion: dict[str, torch.Tensor] = {}  # of the last evaluation: true x predicted, per domain
@@ -92,6 +94,8 @@ class Federation:
         self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
         check_budget(*self.memory_need(), config.memory_budget)
+        if self.privacy is not None:
+            self.privacy.check(self)
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
@@ -157,7 +161,7 @@ class Federation:
         assert self.engine is not None, "use the federation in a with statement"
         number, watch = self.round + 1, accounting.Stopwatch()
         sent, chosen = self.sent(), self.sample(number)
-        fold, losses = self._fold(len(chosen)), wire.Mean()
+        fold, losses = self._fold(number, len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         watch.lap("send")
         with torch.enable_grad():
@@ -183,11 +187,15 @@ class Federation:
             self._aggregate(number, fold)
         watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
-        if losses.weight:
+        if self.privacy is not None:
+            spent = self.privacy.epsilon(number, len(self.clients), self.per_round)
+            record["privacy"] = {"epsilon": round(spent, 4)}
+        elif losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
         record["server"] = {name: float(value) for name, value in sorted(section(self.state, "log").items())}
         record |= {"bytes_down": wire.num_bytes(sent) * len(chosen), "bytes_up": bytes_up}
-        if number % self.config.evaluate_every == 0 or number == self.config.rounds:
+        due = number % self.config.evaluate_every == 0 or number == self.config.rounds
+        if due and self.config.evaluation != "off":
             record |= self.evaluate()
             watch.lap("evaluate")
         if self.engine.restarted:
@@ -262,7 +270,9 @@ class Federation:
         most = most_files(len(self.clients), self.per_round, c.rounds, c.checkpoint_every, c.keep_checkpoints)
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
-    def _fold(self, most: int) -> Fold:
+    def _fold(self, number: int, most: int) -> Fold:
+        if self.privacy is not None and self.privacy.where == "central":
+            return PrivateSum(self.privacy, self.model, most, self.privacy.rng("server", number))
         return WeightedMean(most, by_samples=self.config.weights == "samples")
 
     @torch.no_grad()
@@ -303,10 +313,10 @@ class Federation:
 
     def _test_sets(self) -> dict[str, Samples]:
         sets: dict[str, Samples] = {}
-        if self.config.evaluation != "federated":
+        if self.config.evaluation in ("central", "both"):
             for domain in self.source.domains:
                 sets[f"server/{domain.name}"] = domain.test if self.config.split == "test" else domain.validation
-        if self.config.evaluation != "central":
+        if self.config.evaluation in ("federated", "both"):
             known = self.config.data != SITES  # how many samples a site has, it says itself
             sets |= {f"{HELD_OUT}{k}": c.held_out for k, c in enumerate(self.clients) if len(c.held_out) or not known}
         return sets
@@ -356,7 +366,7 @@ def build_clients(config: Config, source: Source, method: Method) -> list[Client
         shards_per_client=config.shards_per_client,
         clients_per_domain=config.clients_per_domain,
         samples=config.samples_per_client,
-        held_out=config.held_out if config.evaluation != "central" else 0.0,
+        held_out=config.held_out if config.evaluation in ("federated", "both") else 0.0,
     )
     return [merged(clients)] if method.pools_data else clients
 
@@ -387,7 +397,7 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"data=sites: the data is on the machines of the sites, which engine={config.engine} has not")
     if config.engine != "flower" and config.compress is not None:
         raise ConfigError(f"compress={config.compress}: nothing travels with engine={config.engine}, only with flower")
-    if config.data == SITES and config.evaluation != "federated":
+    if config.data == SITES and config.evaluation not in ("federated", "off"):
         raise ConfigError(f"evaluation={config.evaluation}: with data=sites only the sites have samples to test on")
 
 

@@ -87,12 +87,12 @@ def rounds_table(history: list[dict[str, Any]]) -> Table:
     """The last rounds: accuracies, loss terms, and what the server says of itself."""
     table = Table(box=None, padding=(0, 1), header_style="bold")
     table.add_column("round", justify="right")
-    groups = ("accuracy", "loss", "server")
+    groups = ("accuracy", "loss", "server", "privacy")
     keys = [(group, key) for group in groups for key in dict.fromkeys(k for r in history for k in r.get(group, {}))]
     keys = [(group, key) for group, key in keys if not key.endswith("_start")]
     for group, key in keys:
-        style = {"accuracy": "green" if key == AVG else "cyan", "loss": "magenta", "server": "yellow"}[group]
-        table.add_column(key, justify="right", style=style)
+        styles = {"accuracy": "cyan", "loss": "magenta", "server": "yellow", "privacy": "red"}
+        table.add_column(key, justify="right", style="green" if key == AVG else styles[group])
     for record in history:
         cells = [_number(group, record.get(group, {}).get(key)) for group, key in keys]
         table.add_row(str(record["round"]), *cells)
@@ -179,6 +179,7 @@ def _line(record: dict[str, Any]) -> str:
     parts += [f"{key} {value:.1f}" for key, value in record.get("accuracy", {}).items()]
     parts += [f"{key} {value:.3g}" for key, value in record.get("loss", {}).items()]
     parts += [f"{key} {value:.2g}" for key, value in record["server"].items() if not key.endswith("_start")]
+    parts += [f"epsilon {record['privacy']['epsilon']:.2f}"] if "privacy" in record else []
     return "  ".join(parts)
 
 

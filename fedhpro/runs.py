@@ -368,6 +368,7 @@ class RunFolder:
             "accuracy": result.accuracy,
             **({"balanced": last["balanced"]} if "balanced" in last else {}),
             **({"federated": last["federated"]} if "federated" in last else {}),
+            **({"privacy": last["privacy"]} if "privacy" in last else {}),
             "bytes_up": sum(record["bytes_up"] for record in result.history),
             "bytes_down": sum(record["bytes_down"] for record in result.history),
             "refused": sum(len(record["refused"]) for record in result.history),

@@ -19,6 +19,7 @@ from .data.clients import ClientData, Samples
 from .data.sources import Split
 from .methods.base import Method, Tensors
 from .models.base import Net
+from .privacy import Privacy
 from .randomness import generator
 from .sgd import SGD
 
@@ -131,6 +132,7 @@ class LocalTrainer:
         self.device = device or torch.device("cpu")
         self.benches = [Bench(self.place(net), method.frozen) for net in nets]
         self.resident: dict[str, Split] = {}  # what stays on a GPU
+        self.privacy: Privacy | None = None
 
     def place(self, net: Net) -> Net:
         if self.device.type == "cpu":
@@ -167,6 +169,7 @@ class LocalTrainer:
         upload |= {f"loss/{name}": value for name, value in losses.items()}
         upload["samples"] = torch.tensor(len(data))
         private = {f"net/{name}": state[name] for name in state if not travels(name, self.exchange)}
+        upload = upload if self.privacy is None else self.privacy.leave(round, k, upload, received)
         return self.owned(upload), self.owned(remembered | private)
 
     def owned(self, tensors: Tensors) -> Tensors:

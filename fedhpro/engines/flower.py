@@ -596,7 +596,9 @@ def _may_leave(error: Exception, private: bool) -> str:
 def hello(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    return {"samples": len(site.federation.clients[k].train)}, {}
+    privacy = site.federation.privacy
+    withheld = privacy is not None and privacy.where == "local"
+    return {"samples": 1 if withheld else len(site.federation.clients[k].train)}, {}
 
 
 @client_app.train()

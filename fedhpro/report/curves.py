@@ -38,13 +38,15 @@ def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Pic
         for name, colour in zip(_keys(history, "server"), COLOURS, strict=False):
             _line(matching, history, "server", name, colour, 1.8)
         _dress(accuracy, "accuracy on the test sets", "%")
-        _dress(loss, "loss terms at the clients", "")
-        loss.set_yscale("log")
-        if _keys(history, "server"):
-            _dress(matching, "gradient matching at the server", "")
-            matching.set_yscale("log")
-        else:
-            matching.set_visible(False)
+        for axes, kind, title in (
+            (loss, "loss", "loss terms at the clients"),
+            (matching, "server", "gradient matching at the server"),
+        ):
+            if _keys(history, kind):
+                _dress(axes, title, "")
+                axes.set_yscale("log")
+            else:
+                axes.set_visible(False)
     else:
         figure = Picture(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()

@@ -54,6 +54,7 @@ class Round(BaseModel):
     bytes_up: Count
     loss: dict[str, float] = {}
     server: dict[str, float] = {}
+    privacy: dict[str, float] = {}
     accuracy: Scores | None = None
     balanced: Scores | None = None
     heads: dict[str, Scores] = {}

@@ -79,6 +79,12 @@ KINDS = {
         "L_GM is the gradient matching loss of Eq. 8 (1 − cosine, mean over the classes) after the steps of the round, "
         "L_GM_start before them.",
     ),
+    "privacy": (
+        "privacy spent",
+        "",
+        "epsilon of client-level differential privacy up to each round; delta, the noise and who adds it are among the "
+        "settings below.",
+    ),
 }
 
 
