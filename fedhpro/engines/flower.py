@@ -605,7 +605,7 @@ def train(
 def evaluate(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    """The global model, or this client's own, on its held-out samples: tables of counts, true and predicted, and the loss."""
+    """The global model, or this client's own, on its held-out samples: tables of counts, and the loss."""
     memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
     trainer, tables = site.federation.trainer, Tensors()
     for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):
