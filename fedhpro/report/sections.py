@@ -68,10 +68,15 @@ def curves(groups: Sequence[Group]) -> Markup:
 
 KINDS = {
     "accuracy": ("accuracy", "%", ""),
+    "test_loss": (
+        "loss on the same samples",
+        "",
+        "The loss beside the accuracy is the mean cross-entropy of the classifier over the samples of a domain.",
+    ),
     "loss": (
         "loss terms at the clients",
         "",
-        "Losses are means over the clients of a round, weighted by their samples.",
+        "Loss terms are means over the clients of a round, weighted by their samples.",
     ),
     "server": (
         "at the server",
