@@ -36,13 +36,13 @@ def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Pic
     histories = [RunFolder(run).records() for run in runs]
     if len(runs) == 1:
         history = histories[0]
-        shown = {group: title for group, title in PANELS.items() if _keys(history, group)}
+        shown = {group: title for group, title in PANELS.items() if group == "accuracy" or _keys(history, group)}
         figure = Picture(figsize=(4 * len(shown), 3.6), layout="constrained")
         for axes, (group, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
             for name, colour in zip(_keys(history, group), COLOURS, strict=False):
                 _line(axes, history, group, name, *(("black", 2.6) if name == AVG else (colour, 1.6)))
             _dress(axes, title, "%" if group == "accuracy" else "")
-            axes.set_yscale("linear" if group == "accuracy" else "log")
+            axes.set_yscale("log" if group in ("loss", "server") else "linear")
     else:
         figure = Picture(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
