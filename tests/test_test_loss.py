@@ -1,11 +1,12 @@
 """The loss beside the accuracy: per domain, from the same pass, checked where it comes from a site."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, call
 
 import fedhpro
 from fedhpro.engines import cpu
@@ -94,6 +95,11 @@ def test_a_site_cannot_send_anything_else_in_its_place():
             pytest.fail(what)
     with pytest.raises(flower.Refused, match="no table of counts"):
         read(head=loss, loss=loss)
+
+
+def test_the_audit_of_a_deployment_names_it(capsys):
+    _, text, _ = call(capsys, "deploy", "audit", "data=sites", "classes=a,b,c")
+    assert re.search(r"evaluation/loss +one number +float64 +8", text)
 
 
 def test_the_report_draws_it_and_does_without(tiny_source, tmp_path):
