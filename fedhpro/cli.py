@@ -41,6 +41,10 @@ Keys = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.", rich_help_panel="Output")]
 Json = Annotated[bool, typer.Option("--json", help="Only the result, as JSON.", rich_help_panel="Output")]
+Track = Annotated[
+    str,
+    typer.Option(help="tensorboard, mlflow, wandb, with commas between them.", rich_help_panel="Output"),
+]
 
 
 @app.command()
@@ -74,6 +78,7 @@ def run(
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    track: Track = "",
     list_keys: Annotated[
         bool, typer.Option("--keys", help="List every key with its default, and exit.", rich_help_panel="Output")
     ] = False,
@@ -95,7 +100,7 @@ def run(
     if list_keys:
         _print_keys(configure(**settings))
         return
-    _train(configure(**settings), quiet, as_json)
+    _train(configure(**settings), quiet, as_json, track)
 
 
 @app.command()
@@ -104,11 +109,12 @@ def resume(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="rounds may be raised.")] = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    track: Track = "",
 ) -> None:
     """Go on with an interrupted run, to the same numbers as if nothing had happened."""
     from . import runs
 
-    callbacks = _callbacks(quiet, as_json)
+    callbacks = _callbacks(quiet, as_json, track)
     _finish(runs.resume(folder, callbacks=callbacks, **parse(keys or [])), quiet, as_json)
 
 
@@ -132,6 +138,7 @@ def compare(
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
+    track: Track = "",
 ) -> None:
     """Run the same federation with several methods and seeds: one table of means and standard deviations.
 
@@ -153,8 +160,9 @@ def compare(
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):
             out.rule(escape(title), align="left")
-        return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json))
+        return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json, track))
 
+    _callbacks(quiet, as_json, track)  # what is wrong with them shows before anything is fetched
     bring(configure(**(common | rows[0].keys)).data)
     found = comparison.compare(rows, _seeds(seeds), common, start)
     found.save()
@@ -322,17 +330,19 @@ def bench(
     run(what, quick, out_folder, out)
 
 
-def _train(config: Config, quiet: bool, as_json: bool) -> None:
+def _train(config: Config, quiet: bool, as_json: bool, track: str = "") -> None:
     from . import runs
 
+    callbacks = _callbacks(quiet, as_json, track)
     bring(config.data)
-    _finish(runs.run(config, callbacks=_callbacks(quiet, as_json)), quiet, as_json)
+    _finish(runs.run(config, callbacks=callbacks), quiet, as_json)
 
 
-def _callbacks(quiet: bool, as_json: bool) -> list[Any]:
+def _callbacks(quiet: bool, as_json: bool, track: str = "") -> list[Any]:
     from .progress import Terminal
+    from .trackers import trackers
 
-    return [] if quiet or as_json else [Terminal(out)]
+    return [*trackers(track), *([] if quiet or as_json else [Terminal(out)])]
 
 
 def _finish(result: Any, quiet: bool, as_json: bool) -> None:

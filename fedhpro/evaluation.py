@@ -36,9 +36,13 @@ def domain_accuracies(
     found: Sequence[tuple[str, Tensor]], measure: Callable[[Tensor], float] = accuracy
 ) -> dict[str, float]:
     """Accuracy per domain, the mean over the models tested on it, and AVG, the unweighted mean of the domains."""
+    return domain_means([(name, measure(confusion)) for name, confusion in found])
+
+
+def domain_means(found: Sequence[tuple[str, float]]) -> dict[str, float]:
     domains: dict[str, list[float]] = {}
-    for name, confusion in found:
-        domains.setdefault(name, []).append(measure(confusion))
+    for name, value in found:
+        domains.setdefault(name, []).append(value)
     means = {name: mean(values) for name, values in domains.items()}
     return means | {AVG: mean(list(means.values()))}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .data.sources import SITES, Source, Split
 from .engines.cpu import HELD_OUT, Engine, InProcess, Test, WorkerPool, one_thread
 from .errors import ConfigError, FederationStalled, RunError
 from .evaluation import (
+    AVG,
     HELD_OUT_SAMPLES,
     accuracy,
     added_up,
@@ -26,6 +28,7 @@ from .evaluation import (
     class_accuracies,
     client_summary,
     domain_accuracies,
+    domain_means,
     mean,
 )
 from .folding import Fold, WeightedMean
@@ -33,7 +36,7 @@ from .memories import ClientMemories, check_budget, generations_of, most_files
 from .methods.base import Method, Tensors
 from .privacy import Privacy, PrivateSum
 from .randomness import generator, numpy_generator, seed_for
-from .training import LocalSettings, LocalTrainer, owned, section, travels
+from .training import LOSS, LocalSettings, LocalTrainer, owned, section, travels
 
 Record = dict[str, Any]
 
@@ -216,7 +219,9 @@ class Federation:
         results = list(zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True))
         untested = [{"client": test.owner, "test": test.name} for test, result in results if not result]
         record: Record = {"untested": untested} if untested else {}
-        heads = sorted({head: None for _, result in results for head in result}, key=lambda head: head != self.headline)
+        record |= _test_loss(results)
+        heads = list(dict.fromkeys(head for _, result in results for head in result if head != LOSS))
+        heads.sort(key=lambda head: head != self.headline)
         for head in heads:
             found = [(test, result[head]) for test, result in results if result]
             central = [(t.name.removeprefix("server/"), m) for t, m in found if t.name.startswith("server/")]
@@ -333,6 +338,15 @@ class Federation:
             own += [name for name in [f"{HELD_OUT}{k}"] if name in self.trainer.tests]
             tests += [Test(name, k) for name in own]
         return tests
+
+
+def _test_loss(results: Sequence[tuple[Test, Tensors]]) -> Record:
+    """Per domain and on average, as the accuracies are; of a diverged model it may not be a number, and is left out."""
+    found = [(test.name, float(result[LOSS])) for test, result in results if result]
+    central = [(name.removeprefix("server/"), loss) for name, loss in found if name.startswith("server/")]
+    means = domain_means(central) if central else {AVG: mean([loss for _, loss in found])} if found else {}
+    finite = {name: loss for name, loss in means.items() if math.isfinite(loss)}
+    return {"test_loss": finite} if finite else {}
 
 
 def load_source(config: Config, source: Source | None = None) -> Source:

@@ -11,6 +11,7 @@ server.safetensors       what the method keeps at the server (FedHPro: the hyper
 costs.json               bytes by tensor, FLOPs, seconds by phase, peak memory
 confusion.json           of the last evaluation, per domain
 result.json curves.png MODEL_CARD.md report.html
+tensorboard/ wandb/      of trackers that were asked for, and mlflow.id wandb.id: which run of theirs this is
 """
 
 from __future__ import annotations

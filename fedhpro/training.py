@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
@@ -22,6 +23,8 @@ from .models.base import Net
 from .privacy import Privacy
 from .randomness import generator
 from .sgd import SGD
+
+LOSS = "loss"  # beside the ways to predict in what an evaluation finds
 
 
 @dataclass(frozen=True)
@@ -194,18 +197,25 @@ class LocalTrainer:
 
     @torch.no_grad()
     def evaluate(self, test: str, k: int | None, received: Tensors, memory: Tensors) -> Tensors:
-        """The global model, or client k's: for each way to predict, the confusion matrix [C, C] (true, predicted)."""
+        """The global model, or client k's: for each way to predict, the confusion matrix [C, C] (true, predicted); and
+        under LOSS the mean cross-entropy of the first of them, which is the classifier.
+        """
         received, memory = self.here(received), self.here(memory)
         bench = self.benches[self.kind(k)]
         bench.load(received, memory)
         net = bench.net.eval()
         extras, split, C = section(received, "extra"), self.on_device(f"test/{test}", self.tests[test]), net.num_classes
         found: dict[str, list[Tensor]] = {}
-        for x in split.x.split(EVAL_BATCH if self.device.type == "cpu" else 4 * EVAL_BATCH):
-            for name, logits in self.method.predict(net, self.transform.plain(x), extras).items():
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = EVAL_BATCH if self.device.type == "cpu" else 4 * EVAL_BATCH
+        for x, y in zip(split.x.split(size), split.y.split(size), strict=True):
+            predicted = self.method.predict(net, self.transform.plain(x), extras)
+            loss += cross_entropy(next(iter(predicted.values())).double(), y, reduction="sum")
+            for name, logits in predicted.items():
                 found.setdefault(name, []).append(logits.argmax(1))
         pairs = {name: split.y * C + torch.cat(classes) for name, classes in found.items()}
-        return {name: torch.bincount(pair, minlength=C * C).reshape(C, C).cpu() for name, pair in pairs.items()}
+        tables = {name: torch.bincount(pair, minlength=C * C).reshape(C, C).cpu() for name, pair in pairs.items()}
+        return tables | {LOSS: (loss / len(split.y)).cpu()}
 
     def on_device(self, name: str, samples: Samples) -> Split:
         """Samples where they are trained on: on a GPU they stay, in main memory they are read when they are needed."""

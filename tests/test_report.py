@@ -386,6 +386,9 @@ def test_in_a_browser(runs, tmp_path):
         light = browser.evaluate(paper)
         browser.evaluate("document.getElementById('theme').click()")
         assert browser.evaluate(paper) != light
+        browser.ask("Emulation.setEmulatedMedia", media="print")  # on paper, 19 cm: white, and nothing beside the page
+        browser.resize(718, 800)
+        assert browser.evaluate(paper) == light and browser.evaluate("document.documentElement.scrollWidth") <= 718
         assert browser.complaints() == [] and browser.requests() == [address]
     finally:
         browser.close()

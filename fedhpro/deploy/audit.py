@@ -33,7 +33,7 @@ def tensors(config: Config) -> list[Record]:
 
 
 def confusions(federation: Federation) -> Tensors:
-    """What an evaluation on a site's own samples sends: how many of each class were taken for which, by each head."""
+    """What an evaluation on a site's own samples sends: what was taken for what, by each head, and the loss."""
     if all(test.owner is None for test in federation.tests()):
         return {}
     source, trainer = federation.source, federation.trainer

@@ -59,6 +59,7 @@ from ..errors import ConfigError, FederationStalled, RunError, UserError  # noqa
 from ..files import packed  # noqa: E402
 from ..memories import ClientMemories  # noqa: E402
 from ..methods.base import Tensors  # noqa: E402
+from ..training import LOSS  # noqa: E402
 from ..version import __version__  # noqa: E402
 from .cpu import HELD_OUT, Answer, InProcess, Memories, Record, Test, one_thread  # noqa: E402
 
@@ -203,10 +204,13 @@ class FlowerEngine:
         return [found.get(test, {}) for test in tests]
 
     def confusions(self, tests: Sequence[Test], tensors: Tensors, sent: Tensors) -> dict[Test, Tensors]:
-        """The matrices of each test, checked: a client may leave a test out, but not invent one."""
+        """The matrices and the loss of each test, checked: a client may leave a test out, but not invent one."""
         C, heads = self.federation.source.num_classes, self.heads(sent)
         for name, value in tensors.items():
-            if value.shape != (C, C) or value.dtype != torch.int64 or bool((value < 0).any()):
+            if name.endswith(f"/{LOSS}"):
+                if value.shape != () or value.dtype != torch.float64 or value < 0:
+                    raise Refused(f"{name} is no loss")
+            elif value.shape != (C, C) or value.dtype != torch.int64 or bool((value < 0).any()):
                 raise Refused(f"{name} is no table of counts [{C}, {C}]")
         found = {}
         for i, test in enumerate(tests):
@@ -216,7 +220,7 @@ class FlowerEngine:
         return found
 
     def heads(self, sent: Tensors) -> list[str]:
-        """The ways to predict, learnt from two blank samples."""
+        """The ways to predict, and LOSS, learnt from two blank samples."""
         trainer, source = self.federation.trainer, self.federation.source
         dtype = torch.uint8 if source.vocab is None else torch.int64
         blank = Split(torch.zeros(2, *source.shape, dtype=dtype), torch.zeros(2, dtype=torch.int64))
@@ -621,7 +625,7 @@ def train(
 def evaluate(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    """The global model, or this client's own, on its held-out samples: tables of counts, true and predicted."""
+    """The global model, or this client's own, on its held-out samples: tables of counts, and the loss."""
     memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
     trainer, tables = site.federation.trainer, Tensors()
     for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):

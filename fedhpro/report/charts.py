@@ -17,7 +17,7 @@ from .markup import Markup, join, tag
 COLOURS = 8  # in style.css
 DASHES = ("none", "7 3", "2 2.5", "9 3 2 3")
 WIDTH, HEIGHT = 480, 270
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 34
 TOO_LARGE = 1e30  # for an axis
 MARKED = 40  # points of a line that still get a dot each
 
@@ -76,12 +76,10 @@ def line_chart(
     drawn: list[Markup] = []
     for value in ticks:
         drawn.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=up(value), y2=up(value)))
-        drawn.append(tag("text", f"{value:g}", x=LEFT - 7, y=up(value) + 4, text_anchor="end"))
+        drawn.append(tag("text", f"{value:g} {unit}".rstrip(), x=LEFT - 7, y=up(value) + 4, text_anchor="end"))
     for value in _whole_ticks(first, last):
         drawn.append(tag("text", f"{value:g}", x=across(value), y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
     drawn.append(tag("text", x, x=WIDTH - RIGHT, y=HEIGHT - 2, text_anchor="end", class_="faint"))
-    if unit:
-        drawn.append(tag("text", unit, x=2, y=TOP, class_="faint"))
     for s in series:
         way = "M" + "L".join(f"{across(a):.1f} {up(b):.1f}" for a, b in s.points)
         parts = [_stroke(way, s.look, s.strong)] if len(s.points) > 1 else []

@@ -16,37 +16,33 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8c8c8c")
 
 
+PANELS = {
+    "accuracy": "accuracy on the test sets",
+    "test_loss": "loss on the test sets",
+    "loss": "loss terms at the clients",
+    "server": "gradient matching at the server",
+}
+
+
 def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = None) -> None:
     write_atomically(out, plot_curves(runs, names)._repr_png_())
 
 
 def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Picture:
-    """One run: accuracy per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
+    """One run: accuracy and loss per domain, loss terms, L_GM. Several: their AVG accuracy on common axes."""
     from ..runs import RunFolder
     from .picture import Picture  # heavy, and not needed by who only trains
 
     histories = [RunFolder(run).records() for run in runs]
     if len(runs) == 1:
         history = histories[0]
-        figure = Picture(figsize=(12, 3.6), layout="constrained")
-        accuracy, loss, matching = figure.subplots(1, 3)
-        for name, colour in zip(_keys(history, "accuracy"), COLOURS, strict=False):
-            wide = 2.6 if name == AVG else 1.4
-            _line(accuracy, history, "accuracy", name, "black" if name == AVG else colour, wide)
-        for name, colour in zip(_keys(history, "loss"), COLOURS, strict=False):
-            _line(loss, history, "loss", name, colour, 1.8)
-        for name, colour in zip(_keys(history, "server"), COLOURS, strict=False):
-            _line(matching, history, "server", name, colour, 1.8)
-        _dress(accuracy, "accuracy on the test sets", "%")
-        for axes, kind, title in (
-            (loss, "loss", "loss terms at the clients"),
-            (matching, "server", "gradient matching at the server"),
-        ):
-            if _keys(history, kind):
-                _dress(axes, title, "")
-                axes.set_yscale("log")
-            else:
-                axes.set_visible(False)
+        shown = {group: title for group, title in PANELS.items() if group == "accuracy" or _keys(history, group)}
+        figure = Picture(figsize=(4 * len(shown), 3.6), layout="constrained")
+        for axes, (group, title) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+            for name, colour in zip(_keys(history, group), COLOURS, strict=False):
+                _line(axes, history, group, name, *(("black", 2.6) if name == AVG else (colour, 1.6)))
+            _dress(axes, title, "%" if group == "accuracy" else "")
+            axes.set_yscale("log" if group in ("loss", "server") else "linear")
     else:
         figure = Picture(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()

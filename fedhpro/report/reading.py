@@ -56,6 +56,7 @@ class Round(BaseModel):
     server: dict[str, float] = {}
     privacy: dict[str, float] = {}
     accuracy: Scores | None = None
+    test_loss: dict[str, float] = {}
     balanced: Scores | None = None
     heads: dict[str, Scores] = {}
     own_labels: FiniteFloat | None = None
@@ -156,7 +157,7 @@ class Run:
         )
 
     def values(self, group: str, key: str) -> dict[int, float]:
-        """Of each round that has it: accuracy, loss or server, by the name of the domain or the term."""
+        """Of each round that has it: accuracy, test_loss, loss or server, by the name of the domain or the term."""
         found = ((record.round, (getattr(record, group) or {}).get(key)) for record in self.history)
         return {number: value for number, value in found if value is not None}
 

@@ -68,10 +68,15 @@ def curves(groups: Sequence[Group]) -> Markup:
 
 KINDS = {
     "accuracy": ("accuracy", "%", ""),
+    "test_loss": (
+        "test loss",
+        "",
+        "The test loss is the mean cross-entropy of the classifier, on the samples that the accuracy is of.",
+    ),
     "loss": (
         "loss terms at the clients",
         "",
-        "Losses are means over the clients of a round, weighted by their samples.",
+        "Loss terms are means over the clients of a round, weighted by their samples.",
     ),
     "server": (
         "at the server",
@@ -100,7 +105,7 @@ def holdings(groups: Sequence[Group]) -> Markup:
 
 def confusion(groups: Sequence[Group]) -> Markup:
     drawn = [part for group in groups if (part := _confusion_of(group, len(groups) > 1))]
-    note = "Of the last evaluation. A darker cell holds more of its true class."
+    note = "Of the last evaluation. A stronger colour stands for more of its true class."
     more = " The first seed of each setting." if _several_seeds(groups) else ""
     return join(tag("div", *drawn, class_="grid narrow"), tag("p", note + more, class_="note")) if drawn else NOTHING
 
@@ -317,21 +322,24 @@ def _holdings_of(run: Run, owners: Sequence[Group]) -> Markup:
         return figure(
             f"clients and classes{whose}", tag("img", src=f"data:image/png;base64,{encoded}", alt="who holds what")
         )
-    return _bubbles(found, whose)
+    return _bubbles(run, found, whose)
 
 
-def _bubbles(found: Holdings, whose: str) -> Markup:
+def _bubbles(run: Run, found: Holdings, whose: str) -> Markup:
     order = sorted(range(len(found.clients)), key=lambda k: found.clients[k].domain)
     domains = list(dict.fromkeys(found.clients[k].domain for k in order))
+    looks = {name: look for look, name in enumerate([AVG, *_domain_scores(run)])}  # as in the curves of that run
+    for name in domains:
+        looks.setdefault(name, len(looks))
     cells = []
     for column, k in enumerate(order):
         domain = found.clients[k].domain
         for c, n in found.clients[k].samples.items():
             words = f"client {k} ({domain}): {n:,} of class {found.classes[c]}"
-            cells.append((column, c, n, domains.index(domain), words))
+            cells.append((column, c, n, looks[domain], words))
     total = sum(n for _, _, n, _, _ in cells)
     title = f"{len(order)} clients, {total:,} samples, {len(found.classes)} classes{whose}"
-    key = [tag("li", tag("i", class_=f"dot b{i % 8}"), name) for i, name in enumerate(domains)]
+    key = [tag("li", tag("i", class_=f"dot b{looks[name] % 8}"), name) for name in domains]
     note = "A bubble's area is the number of samples of a class (rows) at a client (columns)."
     picture = bubbles(title, [str(k) for k in order], found.classes, cells)
     return join(
