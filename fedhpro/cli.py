@@ -1,4 +1,4 @@
-"""The command line. `fedhpro --help` lists its commands; those of data, deploy and reproduce have files of their own."""
+"""The command line: `fedhpro --help` lists it; data, deploy and reproduce have files of their own."""
 
 from __future__ import annotations
 

@@ -18,10 +18,8 @@ from .models import GROUPS
 # FLOPs a second and seconds a step around them, for one run: a core of a 2025 server; an H200 in TF32 (docs/gpu.md)
 SPEED = {"cpu": (4e10, 0.004), "flower": (4e10, 0.004), "cuda": (5e13, 0.0007)}
 START = 2.0  # seconds before the first round and after the last
-EMBEDDED: dict[str, tuple[int, int, tuple[int, ...], int]] = {
-    "digits-lite": (3600, 3200, (3, 32, 32), 10),
-    "docs-lite": (4000, 1600, (200,), 4),
-}
+Sizes = tuple[float, int, tuple[int, ...], int]  # samples to train and to test on, shape, classes
+EMBEDDED: dict[str, Sizes] = {"digits-lite": (3600, 3200, (3, 32, 32), 10), "docs-lite": (4000, 1600, (200,), 4)}
 VOCAB = 10_000  # about
 RUNTIME_MB = 500  # of Python, torch and this package
 
@@ -74,19 +72,16 @@ def _allocation(config: Config) -> list[tuple[int, float]]:
     return [(own or count, each or samples) for count, samples in found]
 
 
-def _sizes(config: Config) -> tuple[float, int, tuple[int, ...], int]:
-    """Samples to train and to test on, shape and classes."""
+def _sizes(config: Config) -> Sizes:
+    train, test, shape, classes = EMBEDDED.get(config.data, EMBEDDED["digits-lite"])
     if config.data in CATALOG:
         dataset = CATALOG[config.data]
-        shape = (3, *dataset.size) if dataset.kind == "image" else (200,)
         train, test, classes = *dataset.counts, dataset.num_classes
-    else:
-        train, test, shape, classes = EMBEDDED.get(config.data, EMBEDDED["digits-lite"])
+        shape = (3, *dataset.size) if dataset.kind == "image" else (200,)
     if config.scenario == "domains":
-        return sum(count * samples for count, samples in _allocation(config)), test, shape, classes
-    if config.rho is not None:
-        shares = [config.rho ** (-c / max(1, classes - 1)) for c in range(classes)]
-        return train * sum(shares) / classes, test, shape, classes
+        train = sum(count * samples for count, samples in _allocation(config))
+    elif config.rho is not None:
+        train *= sum(config.rho ** (-c / max(1, classes - 1)) for c in range(classes)) / classes
     return train, test, shape, classes
 
 

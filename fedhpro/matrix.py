@@ -17,6 +17,9 @@ from .errors import ConfigError, UserError
 from .runs import OF_NO_CONSEQUENCE, load_result, run_or_resume
 
 ON_A_GPU = 6  # processes that share one
+# imported once for all runs, which takes more seconds than a small run has
+PRELOADED = [__name__, "fedhpro.use", "fedhpro.report.curves", "torch._dynamo", "torch.utils.flop_counter"]
+PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
 Say = Callable[[Config, str], None]  # "finished", "interrupted", or a sentence that says what was wrong
 
 
@@ -54,8 +57,8 @@ def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ways = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in ways else "spawn")
-    if "forkserver" in ways:  # torch and what draws pictures are imported once, not by every run
-        multiprocessing.set_forkserver_preload([__name__, "fedhpro.use", "fedhpro.report.curves"])
+    if "forkserver" in ways:
+        multiprocessing.set_forkserver_preload(PRELOADED)
     running: dict[int, tuple[multiprocessing.process.BaseProcess, Config, Connection]] = {}
 
     def collect(sentinel: int) -> None:

@@ -262,7 +262,8 @@ def outcome(plan: Plan) -> Outcome:
                 raise RunError(f"{config.out} has {run.history[-1].round} of {config.rounds} rounds")
             runs[place] = run
         except RunError as error:
-            problems.append(f"{where}: {error}")
+            again = "; where the folder is deleted, it is run again" if Path(config.out).exists() else ""
+            problems.append(f"{where}: {error}{again}")
     cells = list(_cells(plan.experiment, runs, problems))
     return Outcome(plan.experiment, runs, cells, list(_words(plan.experiment, cells)), problems)
 
