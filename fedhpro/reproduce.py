@@ -35,8 +35,7 @@ class Part(BaseModel):
     name: str
     keys: Keys = {}
     x: float | None = None  # where the part stands in a sweep
-    # with --quick: whether it stays, and what it then has instead
-    quick: bool | Keys = True
+    quick: bool | Keys = True  # with --quick: whether it stays, and what changes then (keys, name, columns, x)
 
     @property
     def changes(self) -> Keys:
@@ -108,6 +107,9 @@ def load(name: str) -> Experiment:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for parts in (found.settings, found.rows):
+        if len({part.name for part in parts}) < len(parts):
+            raise ConfigError(f"{path}: two rows or two settings have the same name")
     for row in found.rows:
         if len(row.paper) not in (0, len(found.columns())):
             raise ConfigError(f"{path}: {row.name} has {len(row.paper)} numbers for {len(found.columns())} columns")
@@ -140,36 +142,29 @@ def quick(experiment: Experiment) -> Experiment:
         if old.quick is False:
             continue
         full = experiment.config(experiment.rows[0], old, 0)
-        stand_in = STAND_INS[CATALOG[full.data].kind if full.data in CATALOG else "image"]
+        small = STAND_INS[CATALOG[full.data].kind if full.data in CATALOG else "image"]
         mixed = {"model": full.model} if full.model.startswith("htfe") else {}
         kept = {name: value for name in KEPT if (value := getattr(full, name)) is not None}
-        keys = stand_in | mixed | kept | SIZES.get(full.scenario, {}) | old.changes.get("keys", {})
+        keys = small | mixed | kept | SIZES.get(full.scenario, {}) | old.changes.get("keys", {})
         columns = old.changes.get("columns", old.columns)
         settings.append((old, old.model_copy(update=old.changes | {"keys": keys, "columns": columns})))
         data[full.data] = keys["data"]
-    rows = [
-        row.model_copy(
-            update={
-                "keys": row.keys | row.changes,
-                "paper": [numbers[row.name].get((old.name, column)) for old, new in settings for column in new.columns],
-            }
-        )
-        for row in experiment.rows
-        if row.quick is not False
-    ]
+    if not settings:
+        raise ConfigError(f"{experiment.name} has no setting that stays with --quick")
+    rows = []
+    for row in experiment.rows:
+        if row.quick is not False:
+            keys = row.keys | row.changes.get("keys", {})
+            paper = [numbers[row.name].get((old.name, column)) for old, new in settings for column in new.columns]
+            rows.append(row.model_copy(update=row.changes | {"keys": keys, "paper": paper}))
+    named = [new.model_copy(update={"columns": [DOMAINS.get(c, c) for c in new.columns]}) for _, new in settings]
     instead = "; ".join(f"{new} in place of {CATALOG[old].title}" for old, new in data.items() if old in CATALOG)
-    return experiment.model_copy(
-        update={
-            "keys": {},
-            "seeds": experiment.quick_seeds,
-            "settings": [
-                new.model_copy(update={"columns": [DOMAINS.get(c, c) for c in new.columns]}) for _, new in settings
-            ],
-            "rows": rows,
-            "stand_in": f"QUICK, a stand-in: {instead}; few clients, few and short rounds. "
-            "These numbers show that everything works; they say nothing about the paper's.",
-        }
+    stand_in = (
+        f"QUICK, a stand-in: {instead or 'the same data'}; few clients, few and short rounds. "
+        "These numbers show that everything works; they say nothing about the paper's."
     )
+    update = {"keys": {}, "seeds": experiment.quick_seeds, "settings": named, "rows": rows, "stand_in": stand_in}
+    return experiment.model_copy(update=update)
 
 
 def _places(experiment: Experiment) -> list[tuple[str, str]]:

@@ -88,7 +88,8 @@ def meaning(outcome: Outcome) -> str:
     several = f", mean ± standard deviation over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else ""
     single = f", seed {seeds[0]} alone" if len(seeds) == 1 else ""
     gap = "" if outcome.experiment.stand_in else " (difference: ours - paper's)"
-    return f"Accuracies in per cent after the last round{several}{single}; under ours the paper's number{gap}."
+    paper = f"; under ours the paper's number{gap}" if any(cell.paper is not None for cell in outcome.cells) else ""
+    return f"Accuracies in per cent after the last round{several}{single}{paper}."
 
 
 def terminal(outcome: Outcome) -> Any:

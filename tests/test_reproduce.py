@@ -17,6 +17,7 @@ from conftest import call
 
 from fedhpro import cli, estimate, matrix, measures, probe, reproduce, reproduce_cli, tables
 from fedhpro.config import configure
+from fedhpro.data.catalog import CATALOG
 from fedhpro.errors import ConfigError
 from fedhpro.evaluation import fairness, rounds_to_accuracy, speed_up
 from fedhpro.report.experiments import experiments_page
@@ -64,13 +65,8 @@ def done(tmp_path_factory):
     return folder, ran.stdout
 
 
-def matrix_of(experiment):
-    return [
-        experiment.config(row, setting, seed)
-        for row in experiment.rows
-        for setting in experiment.settings
-        for seed in experiment.seeds
-    ]
+def matrix_of(experiment, seed=0):
+    return [experiment.config(row, setting, seed) for row in experiment.rows for setting in experiment.settings]
 
 
 # The files
@@ -88,11 +84,11 @@ def test_every_run_of_an_experiment_is_valid_in_full_and_quick(name):
     full = reproduce.load(name)
     quick = reproduce.quick(full)
     assert full.title and full.seeds == [0, 1, 2] and not full.stand_in
-    for config in matrix_of(full):
-        assert config.rounds == 100 and config.data not in ("digits-lite", "docs-lite")
-    kinds = {"digits-lite" if config.data != "ag-news" else "docs-lite" for config in matrix_of(full)}
-    assert {config.data for config in matrix_of(quick)} == kinds
-    assert all(config.rounds <= 8 and config.local_steps <= 6 for config in matrix_of(quick))
+    large, small = matrix_of(full), matrix_of(quick)
+    assert all(config.rounds == 100 and config.data in CATALOG for config in large)
+    kinds = {"docs-lite" if CATALOG[config.data].kind == "text" else "digits-lite" for config in large}
+    assert {config.data for config in small} == kinds
+    assert all(config.rounds <= 8 and config.local_steps <= 6 for config in small)
     assert "stand-in" in quick.stand_in and "in place of" in quick.stand_in
 
 
@@ -301,6 +297,7 @@ def test_a_wrong_file_says_where(tmp_path):
         (TINY_EXPERIMENT.replace("[90.0, 80.5,", "[90.0,"), "7 numbers for 8 columns"),
         (TINY_EXPERIMENT + "colour = 'red'", "colour"),
         ("[[", "not valid TOML"),
+        (TINY_EXPERIMENT.replace('"FedHPro"', '"FedAvg"'), "the same name"),
     ):
         (tmp_path / "wrong.toml").write_text(text)
         with pytest.raises(ConfigError, match=words):
@@ -321,6 +318,16 @@ def test_a_sweep_is_a_matrix_too(capsys):
     code, text, _ = call(capsys, "sweep", "method=fedavg,fedprox", *keys, "--out", "s")
     assert code == 0 and text.count(": finished") == 2 and "split=validation" in Path("s/sweep.md").read_text()
     assert Path("s/sweep.html").is_file() and "fedprox" in text
+
+
+def test_compare_runs_several_at_once(capsys):
+    keys = ["rounds=1", "local_steps=1", "batch_size=8", "stem=7x7", "clients_per_domain=1", "samples_per_client=16"]
+    code, text, error = call(capsys, "compare", "fedavg", "fedprox", *keys, "--parallel", "2", "--out", "c")
+    assert code == 0 and error.count(": finished") == 2 and "fedprox" in text and Path("c/comparison.md").is_file()
+    code, text, error = call(capsys, "compare", "fedavg", "fedprox", *keys, "--out", "c")
+    assert code == 0 and "1 of 2" not in text  # what is done is not begun again
+    code, _, error = call(capsys, "compare", "fedavg", *keys, "lr=0.5", "--out", "c")
+    assert code == 2 and "another config" in error
 
 
 # What is measured, and how it is said
