@@ -30,9 +30,9 @@ def fingerprint(config: Config) -> str:
 
 
 def placed(config: Config, store: Path) -> Config:
-    """In its folder of the store."""
+    """In its folder of the store; a thousand runs keep one checkpoint each."""
     folder = store / f"{config.method}-{config.data.replace('/', '-')}-seed{config.seed}-{fingerprint(config)}"
-    return config.model_copy(update={"out": str(folder)})
+    return config.model_copy(update={"out": str(folder), "keep_checkpoints": 1})
 
 
 def is_done(config: Config) -> bool:
