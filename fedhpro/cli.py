@@ -1,4 +1,4 @@
-"""The command line: run, resume, compare, report, watch, costs, predict, export, methods, data, deploy, bench."""
+"""The command line: `fedhpro --help` lists it; data, deploy and reproduce have files of their own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .config import PRESETS, Config, configure, describe_type, method_keys, meth
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
+from .reproduce_cli import parse_seeds, reproduce, sweep
 
 app = typer.Typer(
     name="fedhpro",
@@ -31,6 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.command()(reproduce)
+app.command()(sweep)
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 
@@ -136,6 +139,7 @@ def compare(
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="Folder of all runs. \\[default: a new one under runs/]")
     ] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at once, each in a process of its own.")] = 1,
     quiet: Quiet = False,
     as_json: Json = False,
     track: Track = "",
@@ -164,14 +168,18 @@ def compare(
 
     _callbacks(quiet, as_json, track)  # what is wrong with them shows before anything is fetched
     bring(configure(**(common | rows[0].keys)).data)
-    found = comparison.compare(rows, _seeds(seeds), common, start)
+
+    def say(config: Config, status: str) -> None:
+        err.print(f"{config.out}: {status}", markup=False, highlight=False, soft_wrap=True)
+
+    found = comparison.compare(rows, parse_seeds(seeds), common, start, parallel, say)
     found.save()
     if as_json:
         print(json.dumps(found.rows(), indent=2))
     else:
         out.print(comparison.table(found))
         out.print(f"saved in {found.folder}: report.html, comparison.md, comparison.json, curves.png", highlight=False)
-    if any(result.status == "interrupted" for results in found.results.values() for result in results):
+    if not found.whole:
         raise typer.Exit(130)
 
 
@@ -381,16 +389,6 @@ def _methods_and_keys(arguments: Sequence[str]) -> tuple[list[str], dict[str, An
     """What names a row (fedhpro, fedhpro:M=0), and the key=value of all rows."""
     names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
     return names, parse(a for a in arguments if a not in names)
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        seeds = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--seeds {text}: write whole numbers with commas between them, as in 0,1,2") from None
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: a seed is given twice")
-    return seeds
 
 
 def _print_keys(config: Config) -> None:

@@ -14,9 +14,10 @@ from .config import Config, configure, parse
 from .errors import ConfigError
 from .evaluation import AVG, headline
 from .files import write_atomically
+from .matrix import Say, is_done, run_all
 from .report.curves import draw_curves
 from .report.page import write_report
-from .runs import Result
+from .runs import Result, load_result
 
 # the paper's methods in its order
 ALL = ("fedavg", "fedprox", "moon", "fedproto", "fedtgp", "fedgmkd", "fedrcl", "fedsa", "fedhpro")
@@ -55,22 +56,37 @@ def _label(method: str, keys: dict[str, Any]) -> str:
 
 
 def compare(
-    rows: Sequence[Entry], seeds: Sequence[int], common: dict[str, Any], start: Callable[[Config, str], Result]
+    rows: Sequence[Entry],
+    seeds: Sequence[int],
+    common: dict[str, Any],
+    start: Callable[[Config, str], Result],
+    parallel: int = 1,
+    say: Say = lambda config, status: None,
 ) -> Comparison:
-    """Run every row with every seed, seed by seed; all configs are checked before the first one starts."""
+    """Run every row with every seed, seed by seed; all configs are checked before the first one starts.
+
+    One at a time they go through `start`, in this process; several at once, `say` hears how each ended.
+    """
     folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
     configs = [
         (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{_slug(row.label)}-seed{seed}")})))
         for seed in seeds
         for row in rows
     ]
+    whole = True
+    if parallel > 1:
+        whole = run_all([config for _, config in configs], parallel, say)
+    else:
+        for number, (row, config) in enumerate(configs, start=1):
+            title = f"{number} of {len(configs)}: {row.label}, seed {config.seed}"
+            if not is_done(config) and start(config, title).status != "finished":
+                whole = False
+                break
     results: dict[str, list[Result]] = {row.label: [] for row in rows}
-    for number, (row, config) in enumerate(configs, start=1):
-        result = start(config, f"{number} of {len(configs)}: {row.label}, seed {config.seed}")
-        results[row.label].append(result)
-        if result.status != "finished":
-            break
-    return Comparison(folder, list(seeds), results)
+    for row, config in configs:
+        if (Path(config.out) / "config.toml").is_file():
+            results[row.label].append(load_result(Path(config.out)))
+    return Comparison(folder, list(seeds), results, whole)
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class Comparison:
     folder: Path
     seeds: list[int]
     results: dict[str, list[Result]]
+    whole: bool = True  # False: it was interrupted
 
     def rows(self) -> list[dict[str, Any]]:
         """Per method: final accuracy of each domain, and final, best and last5 of AVG, as (mean, std) over seeds."""

@@ -163,7 +163,7 @@ def configure(**keys: Any) -> Config:
     preset = keys.pop("preset", None)
     if preset is not None:
         if preset not in list(PRESETS):  # of a list: what a TOML file holds need not be hashable
-            raise ConfigError(f"there is no preset {preset!r}{_closest(str(preset), PRESETS)}")
+            raise ConfigError(f"there is no preset {preset!r}{closest(str(preset), PRESETS)}")
         chosen = dict(PRESETS[preset])
         if keys.get("method", chosen["method"]) != chosen["method"]:  # its training and model keys still hold
             own = method_keys(chosen["method"])
@@ -174,7 +174,7 @@ def configure(**keys: Any) -> Config:
         keys = DEFAULTS.get(keys["data"], {}) | keys
     method = keys.get("method", Config.model_fields["method"].default)
     if method not in list(METHODS):
-        raise ConfigError(f"there is no method {method!r}{_closest(str(method), METHODS)}")
+        raise ConfigError(f"there is no method {method!r}{closest(str(method), METHODS)}")
     own = method_keys(method)
     known = [name for name in Config.model_fields if name != "parameters"]
     for name in keys:
@@ -182,7 +182,7 @@ def configure(**keys: Any) -> Config:
             raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
     for name, allowed in (("data", [*SOURCES, *own_data(keys)]), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
-            raise ConfigError(f"there is no {name} {keys[name]!r}{_closest(str(keys[name]), allowed)}")
+            raise ConfigError(f"there is no {name} {keys[name]!r}{closest(str(keys[name]), allowed)}")
     keys = {name: None if value == "none" else value for name, value in keys.items()}
     try:
         parameters = {name: value for name, value in keys.items() if name in own}
@@ -277,7 +277,7 @@ def _unknown(name: str, method: str, known: list[str]) -> str:
     return f"there is no key {name!r}{hint}`fedhpro run --keys` lists all"
 
 
-def _closest(name: str, allowed: Iterable[str]) -> str:
+def closest(name: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     found = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
     return f": did you mean {found[0]!r}?" if found else f": choose one of {', '.join(allowed)}"

@@ -12,20 +12,15 @@ from .comparison import ALL, entries
 from .config import configure
 from .errors import DataError
 from .federation import Federation
+from .reproduce import load
 from .wire import num_bytes
 
 # Table 4, of a round of 20 clients: values uploaded / 10^7, communicated MB, FLOPs / 10^10, seconds of training
-PAPER: dict[str, dict[str, float]] = {
-    method: dict(zip(("values_up_e7", "mb", "flops_e10", "seconds"), numbers, strict=True))
-    for method, *numbers in (
-        ("fedavg", 10.87, 380.42, 1.02, 23.11),
-        ("fedproto", 10.90, 387.57, 1.04, 25.07),
-        ("fedtgp", 10.90, 387.57, 1.89, 45.49),
-        ("fedgmkd", 10.92, 392.32, 2.06, 52.31),
-        ("fedrcl", 10.87, 380.42, 1.73, 41.69),
-        ("fedsa", 10.90, 387.57, 1.37, 36.21),
-        ("fedhpro", 10.90, 387.57, 1.35, 35.16),
-    )
+TABLE_4 = load("table4")
+PAPER: dict[str, dict[str, float | None]] = {
+    row.keys["method"]: dict(zip(TABLE_4.settings[0].columns, row.paper, strict=True))
+    for row in TABLE_4.rows
+    if row.paper
 }
 
 Row = dict[str, Any]
@@ -117,7 +112,7 @@ def table(rows: Sequence[Row], title: str) -> Any:
             _of_paper(found, "values_up_e7"),
             f"{found['bytes_up'] / 1e6:.2f}",
             f"{found['bytes_down'] / 1e6:.2f}",
-            _of_paper(found, "mb"),
+            _of_paper(found, "mb_up"),
             f"{found['flops_clients'] / 1e12:.4g}",
             f"{found['flops_clients'] / first['flops_clients']:.2f}",
             _of_paper(found, "flops_e10", first),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,3 +76,20 @@ def headline(history: Sequence[dict[str, Any]], key: str = AVG, group: str = "ac
     best_round, best = max(points, key=lambda point: (point[1], -point[0]))
     last = [value for _, value in points[-5:]]
     return {"final": points[-1][1], "best": best, "best_round": best_round, "last5": mean(last)}
+
+
+def rounds_to_accuracy(history: Sequence[dict[str, Any]], wanted: float, key: str = AVG) -> int | None:
+    """The first round whose accuracy is at least the wanted one; None where no evaluated round has it."""
+    return next((r["round"] for r in history if r.get("accuracy") and r["accuracy"][key] >= wanted), None)
+
+
+def speed_up(rounds: float, of_fedavg: float) -> float:
+    """Of the FedHPro paper: how many per cent fewer rounds than FedAvg needs; below 0 where it needs more."""
+    return 100.0 * (of_fedavg - rounds) / of_fedavg
+
+
+def fairness(accuracies: Sequence[float]) -> dict[str, float]:
+    """Over clients: mean, standard deviation (of the population), and the means of the worst and of the best 10 %."""
+    ordered, tenth = sorted(accuracies), max(1, round(len(accuracies) / 10))
+    spread = {"mean": mean(ordered), "std": statistics.pstdev(ordered)}
+    return spread | {"worst10": mean(ordered[:tenth]), "best10": mean(ordered[-tenth:])}

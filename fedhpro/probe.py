@@ -18,9 +18,12 @@ from .client import EVAL_BATCH
 from .data.batches import Transform
 from .data.clients import Samples
 from .data.sources import Source
+from .engines.cpu import one_thread
 from .equations import class_means
 from .errors import RunError
+from .evaluation import accuracy
 from .federation import Federation
+from .methods.base import Tensors
 from .models.base import Net
 from .runs import RunFolder
 from .training import copy_into, model_tensors, section
@@ -46,14 +49,8 @@ def features(net: Net, split: Samples, transform: Transform) -> Tensor:
 
 def probe(run: str | Path, source: Source | None = None) -> Probe:
     """The prototypes of a run folder whose models were exchanged."""
-    folder = Path(run)
-    federation = Federation(configuration.load(folder), source)
-    if not (folder / "model.safetensors").exists():
-        raise RunError(f"{folder} has no global model: its models stayed with the clients, or it has no finished round")
+    federation, tensors = restored(Path(run), source)
     net, transform, C = federation.net, federation.trainer.transform, federation.source.num_classes
-    tensors, _ = RunFolder.open(folder).newest_checkpoint()
-    if not tensors:
-        raise RunError(f"{folder} has no sound checkpoint")
     with torch.no_grad():
         copy_into(model_tensors(net), section(tensors, "model"))
     z = torch.cat([features(net, client.train, transform) for client in federation.clients])
@@ -71,3 +68,31 @@ def probe(run: str | Path, source: Source | None = None) -> Probe:
                 kind, own if own.dim() == 3 else own[:, None], present if key == "P" else everywhere, means, domains
             )
     return Probe("class means under the global model", means[:, None], counts > 0, means, domains)
+
+
+def local_accuracies(run: str | Path, source: Source | None = None) -> list[float]:
+    """Of each client's own model, trained for a round from the final global one, on all test sets together."""
+    federation, _ = restored(Path(run), source)
+    sent, trainer, found = federation.sent(), federation.trainer, list[float]()
+    for k in range(len(federation.clients)):
+        with one_thread():
+            upload, _ = trainer.update(federation.round, k, sent, federation.memories.get(k, {}))
+            model = {name: value for name, value in upload.items() if name.startswith("model/")}
+            tests = [name for name in trainer.tests if name.startswith("server/")]
+            matrices = [trainer.evaluate(test, None, sent | model, {})[federation.headline] for test in tests]
+        found.append(accuracy(torch.stack(matrices).sum(0)))
+    return found
+
+
+def restored(folder: Path, source: Source | None = None) -> tuple[Federation, Tensors]:
+    """The federation after its last round, and the checkpoint that it comes from."""
+    federation = Federation(configuration.load(folder), source)
+    if not (folder / "model.safetensors").exists():
+        raise RunError(f"{folder} has no global model: its models stayed with the clients, or it has no finished round")
+    run = RunFolder.open(folder)
+    tensors, meta = run.newest_checkpoint()
+    if not tensors:
+        raise RunError(f"{folder} has no sound checkpoint")
+    federation.memories = run.memories
+    federation.restore(tensors, meta)
+    return federation, tensors

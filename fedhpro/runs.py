@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
 MAY_CHANGE |= {"round_deadline", "join_deadline"}
+OF_NO_CONSEQUENCE = MAY_CHANGE - {"rounds", "evaluate_every"}  # for the numbers of a run
 
 
 @dataclass
@@ -165,9 +166,18 @@ def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = (), grid: A
     """The run of that folder: done already, to be gone on with, or new."""
     if not (Path(config.out) / "config.toml").is_file():
         return run(config, callbacks=callbacks, grid=grid)
-    if configuration.load(Path(config.out)) != config:
+    there = configuration.load(Path(config.out)).flat() | {"out": config.out}  # it may have been moved
+    changed = {name: value for name, value in config.flat().items() if value != there.get(name)}
+    if not changed.keys() <= OF_NO_CONSEQUENCE:
         raise ConfigError(f"{config.out} holds a run with another config: choose another folder")
-    return resume(config.out, callbacks=callbacks, grid=grid)
+    return resume(config.out, callbacks=callbacks, grid=grid, **changed)
+
+
+def load_result(path: Path) -> Result:
+    """What a run came to, of its folder."""
+    folder, ending = RunFolder.open(path), path / "result.json"
+    status = json.loads(ending.read_text(encoding="utf-8"))["status"] if ending.is_file() else "running"
+    return Result(path, configuration.load(path), folder.records(), status)
 
 
 def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:

@@ -127,14 +127,16 @@ def stored(dataset: Dataset, track: Track | None = None) -> Stored | None:
     return found if found is not None or not store.is_there(folder) else store.read(folder)
 
 
+def how_to_get(dataset: Dataset) -> str:
+    get = f"`fedhpro data get {dataset.name}`, or " if dataset.fetched else ""
+    return f"{dataset.title} is not in the cache: run {get}`fedhpro data import {dataset.name} PATH` with your files"
+
+
 def _of_catalog(name: str) -> Source:
     dataset = CATALOG[name]
     found = stored(dataset)
     if found is None:
-        get = f"`fedhpro data get {name}`, or " if dataset.fetched else ""
-        raise DataError(
-            f"{dataset.title} is not in the cache: run {get}`fedhpro data import {name} PATH` with your files"
-        )
+        raise DataError(how_to_get(dataset))
     tokenizer = _tokenizer(found) if dataset.kind == "text" else None
     domains = tuple(_domain(found, part) if part.name in found.domains else _rendered() for part in dataset.parts)
     return Source(

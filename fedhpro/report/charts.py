@@ -77,7 +77,7 @@ def line_chart(
     for value in ticks:
         drawn.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=up(value), y2=up(value)))
         drawn.append(tag("text", f"{value:g} {unit}".rstrip(), x=LEFT - 7, y=up(value) + 4, text_anchor="end"))
-    for value in _whole_ticks(first, last):
+    for value in _whole_ticks(first, last) or [tick for tick in _ticks(first, last) if first <= tick <= last]:
         drawn.append(tag("text", f"{value:g}", x=across(value), y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
     drawn.append(tag("text", x, x=WIDTH - RIGHT, y=HEIGHT - 2, text_anchor="end", class_="faint"))
     for s in series:

@@ -42,16 +42,16 @@ def build_page(runs: Sequence[Run], problems: Sequence[str] = (), *, tsne: bool 
     skipped = [tag("p", problem) for problem in problems]
     notice = tag("aside", tag("strong", "Left out"), *skipped, class_="skipped") if skipped else ""
     body = [_header(groups), _filter(groups) if len(groups) > 1 else "", notice, *parts]
-    return _document(_title(groups), tag("main", *body), live)
+    return document(_title(groups), tag("main", *body), live)
 
 
 def waiting_page(sentence: str) -> str:
     """What `fedhpro watch` shows before there is anything to show."""
     header = tag("header", tag("h1", "Waiting"), tag("p", sentence))
-    return _document("fedhpro: waiting", tag("main", header), live=True)
+    return document("fedhpro: waiting", tag("main", header), live=True)
 
 
-def _document(title: str, main: Markup, live: bool) -> str:
+def document(title: str, main: Markup, live: bool = False) -> str:
     """The browser itself forbids the page every connection, and every script but ours."""
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     ours = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -291,16 +291,16 @@ def _charts(groups: Sequence[Group], kind: str, title: str, unit: str) -> list[M
     if not names:
         return []
     if len(groups) == 1:
-        lines = [_series(groups[0], kind, name, name, i, None, name == AVG) for i, name in enumerate(names)]
+        lines = [series(groups[0], kind, name, name, i, None, name == AVG) for i, name in enumerate(names)]
         return [line_chart(title, lines, unit=unit, log=log)]
     charts = []
     for name in names:
-        lines = [_series(g, kind, name, g.label, g.number, g.number) for g in groups]
+        lines = [series(g, kind, name, g.label, g.number, g.number) for g in groups]
         charts.append(line_chart(name, [line for line in lines if line.points], unit=unit, log=log, key=False))
     return charts
 
 
-def _series(
+def series(
     group: Group, kind: str, name: str, label: str, look: int, number: int | None, strong: bool = False
 ) -> Series:
     """The mean over the seeds, and where there are several the band between the lowest and the highest."""

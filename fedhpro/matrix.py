@@ -1,0 +1,112 @@
+"""Many runs: which are done, what is left, several at once. A run has one folder, whichever table asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from .config import Config, available_cores
+from .errors import ConfigError, UserError
+from .runs import OF_NO_CONSEQUENCE, load_result, run_or_resume
+
+ON_A_GPU = 6  # processes that share one
+# imported once for all runs, which takes more seconds than a small run has
+PRELOADED = [__name__, "fedhpro.use", "fedhpro.report.curves", "torch._dynamo", "torch.utils.flop_counter"]
+PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
+Say = Callable[[Config, str], None]  # "finished", "interrupted", or a sentence that says what was wrong
+
+
+def fingerprint(config: Config) -> str:
+    """The same for two configs whose runs have the same numbers."""
+    keys = {name: value for name, value in config.flat().items() if name not in OF_NO_CONSEQUENCE | {"out"}}
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def placed(config: Config, store: Path) -> Config:
+    """In its folder of the store; a thousand runs keep one checkpoint each."""
+    folder = store / f"{config.method}-{config.data.replace('/', '-')}-seed{config.seed}-{fingerprint(config)}"
+    return config.model_copy(update={"out": str(folder), "keep_checkpoints": 1})
+
+
+def is_done(config: Config) -> bool:
+    with contextlib.suppress(OSError, ValueError, UserError):
+        result = load_result(Path(config.out))
+        return result.status == "finished" and fingerprint(result.config) == fingerprint(config)
+    return False
+
+
+def how_many(engine: str, wanted: int | None) -> int:
+    """Runs at once: one per core, or a few on a GPU."""
+    if wanted is not None and wanted > ON_A_GPU and engine == "cuda":
+        raise ConfigError(f"--parallel {wanted}: at most {ON_A_GPU} runs share a GPU")
+    return wanted or (4 if engine == "cuda" else available_cores())
+
+
+def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
+    """Run what is not done, each run in a process of its own with one torch thread; `say` hears how each ended.
+
+    False after Ctrl-C: runs in progress have saved their last whole round by then, and the same call goes on with them.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    ways = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in ways else "spawn")
+    if "forkserver" in ways:
+        multiprocessing.set_forkserver_preload(PRELOADED)
+    running: dict[int, tuple[multiprocessing.process.BaseProcess, Config, Connection]] = {}
+
+    def collect(sentinel: int) -> None:
+        process, config, answer = running.pop(sentinel)
+        process.join()
+        status = answer.recv() if answer.poll() else f"its process ended with exit code {process.exitcode}"
+        answer.close()
+        say(config, status)
+
+    waiting = [config for config in configs if not is_done(config)][::-1]
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                config = waiting.pop()
+                config = config.model_copy(update={"workers": 0}) if config.engine == "cpu" else config
+                answer, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_in_process, args=(config, theirs))  # type: ignore[attr-defined]
+                process.start()
+                theirs.close()
+                running[process.sentinel] = (process, config, answer)
+            for sentinel in wait(list(running)):
+                collect(sentinel)  # type: ignore[arg-type]
+        return True
+    except KeyboardInterrupt:
+        for process, _, _ in running.values():
+            process.terminate()
+        for sentinel in list(running):
+            collect(sentinel)
+        return False
+
+
+def _in_process(config: Config, answer: Connection) -> None:
+    import torch
+
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal: the first one passes it on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    torch.set_num_threads(1)
+    answer.send(_outcome(config))
+
+
+def _outcome(config: Config) -> str:
+    try:
+        return run_or_resume(config).status
+    except KeyboardInterrupt:  # outside of its rounds
+        return "interrupted"
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # a mistake in one run is no reason to lose the others
+        return f"{type(error).__name__}: {error}"

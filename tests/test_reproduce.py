@@ -1,0 +1,414 @@
+"""`fedhpro reproduce` and `sweep`: the paper's tables as files, the matrix of runs, and what is written about them."""
+
+import csv
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import call
+
+from fedhpro import cli, estimate, matrix, measures, probe, reproduce, reproduce_cli, tables
+from fedhpro.config import configure
+from fedhpro.data.catalog import CATALOG
+from fedhpro.errors import ConfigError
+from fedhpro.evaluation import fairness, rounds_to_accuracy, speed_up
+from fedhpro.report.experiments import experiments_page
+from fedhpro.report.reading import read_run
+
+NAMES = reproduce.names()
+TINY = "rounds = 1, local_steps = 1, batch_size = 8, stem = '7x7', clients_per_domain = 1, samples_per_client = 16"
+TINY_EXPERIMENT = f"""
+title = "Tiny & small_table"
+about = "100 % of it"
+seeds = [0]
+keys = {{ {TINY} }}
+figure = "curves"
+[[settings]]
+name = "digits|lite"
+columns = ["mnist", "AVG", "fair.global.mean", "fair.local.worst10", "distance.own", "R1", "speedup1", "mb_up"]
+[[rows]]
+name = "FedAvg"
+keys = {{ method = "fedavg" }}
+paper = [90.0, 80.5, "", "", "", 1, "", ""]
+[[rows]]
+name = "FedHPro"
+keys = {{ method = "fedhpro" }}
+[[rows]]
+name = "<b>M=0</b>"
+keys = {{ method = "fedhpro", M = 0 }}
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for console in (cli.out, cli.err, reproduce_cli.out, reproduce_cli.err):
+        monkeypatch.setattr(console, "_file", None)
+        monkeypatch.setattr(console, "_width", 300)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The tiny experiment, run by the real program with two processes."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    (folder / "tiny.toml").write_text(TINY_EXPERIMENT)
+    command = [sys.executable, "-m", "fedhpro", "reproduce", "tiny.toml", "--parallel", "2", "--out", "out"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    return folder, ran.stdout
+
+
+def matrix_of(experiment, seed=0):
+    return [experiment.config(row, setting, seed) for row in experiment.rows for setting in experiment.settings]
+
+
+# The files
+
+
+def test_every_table_and_figure_has_a_file():
+    body = [*(f"table{n}" for n in range(1, 7)), *(f"figure{n}" for n in (1, 2, 3, 4, 6, 7, 8))]
+    appendix = ["label-skew", "quantity-skew", "domain-skew", "convergence", "clients", "epochs", "feature-width"]
+    appendix += ["prototype-only", "fairness", "heterogeneous-models", "ag-news", "sun397"]
+    assert sorted(NAMES) == sorted(body + appendix)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_run_of_an_experiment_is_valid_in_full_and_quick(name):
+    full = reproduce.load(name)
+    quick = reproduce.quick(full)
+    assert full.title and full.seeds == [0, 1, 2] and not full.stand_in
+    large, small = matrix_of(full), matrix_of(quick)
+    assert all(config.rounds == 100 and config.data in CATALOG for config in large)
+    kinds = {"docs-lite" if CATALOG[config.data].kind == "text" else "digits-lite" for config in large}
+    assert {config.data for config in small} == kinds
+    assert all(config.rounds <= 8 and config.local_steps <= 6 for config in small)
+    assert "stand-in" in quick.stand_in and "in place of" in quick.stand_in
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fedhpro_never_stands_without_its_control(name):
+    for experiment in (reproduce.load(name), reproduce.quick(reproduce.load(name))):
+        rows = [row.keys for row in experiment.rows]
+        subjects = [keys for keys in rows if keys["method"] == "fedhpro" or keys["method"].endswith("-hp")]
+        assert not subjects or any(keys.get("M") == 0 for keys in subjects)
+        assert all(a.name != b.name for a, b in experiment.compared())
+        assert experiment.compared() or not subjects or experiment.pairs == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_papers_numbers_are_there_and_hang_together(name):
+    experiment = reproduce.load(name)
+    printed = [row for row in experiment.rows if row.paper]
+    methods = {row.keys["method"] for row in printed}
+    assert printed and all(any(n is not None for n in row.paper) for row in printed)
+    assert "fedhpro" in methods or methods >= {"fedproto-hp", "fedsa-hp"}
+    for row in printed:
+        numbers = dict(zip(((s.name, c) for s, c in experiment.columns()), row.paper, strict=True))
+        for setting in experiment.settings:
+            own = [numbers[setting.name, c] for c in setting.columns if c in (*reproduce.DOMAINS, "mnist", "syn")]
+            if own:  # AVG is the mean of the domains, up to the paper's rounding
+                assert numbers[setting.name, "AVG"] == pytest.approx(sum(own) / 4, abs=0.011), (row.name, setting.name)
+
+
+def test_one_number_of_each_table_as_the_paper_prints_it():
+    def printed(name, row, setting, column="AVG"):
+        experiment = reproduce.load(name)
+        numbers = next(r.paper for r in experiment.rows if r.name == row)
+        return numbers[[(s.name, c) for s, c in experiment.columns()].index((setting, column))]
+
+    assert printed("table1", "FedSA†", "HAM10000 NID2") == 44.85
+    assert printed("table1", "FedHPro", "CIFAR-10-LT rho=100") == 64.75
+    assert printed("table2", "MOON", "Office-Caltech", "dslr") == 34.50
+    assert printed("table3", "FedGMKD using HP", "Digits", "syn") == 58.04
+    assert printed("table4", "FedTGP†", "Digits", "seconds") == 45.49
+    assert printed("table5", "HPAL", "Office-Caltech", "webcam") == 55.35
+    assert printed("table6", "P in both", "CIFAR-10-LT rho=50") == 72.56
+    assert printed("label-skew", "FedRCL", "CIFAR-100 NID2") == 53.29
+    assert printed("quantity-skew", "FedProto†", "TinyImageNet-LT rho=100") == 21.19
+    assert printed("convergence", "MOON", "Digits", "speedup75") == -70.3
+    assert printed("clients", "FedAvg", "K=100") == 33.79
+    assert printed("epochs", "FedSA†", "E=10") == 45.63
+    assert printed("feature-width", "FedHPro", "Office-Caltech d=1024") == 63.10
+    assert printed("prototype-only", "FedTGP", "Digits") == 74.65
+    assert printed("fairness", "FedAvg", "Digits", "fair.local.std") == 12.81
+    assert printed("heterogeneous-models", "FedHPro", "HtFE8") == 42.63
+    assert printed("ag-news", "FedSA", "AG-NID K50") == 47.53
+    assert printed("sun397", "FedHPro", "NID1 0.5") == 75.22
+
+
+def test_tables_share_runs_by_the_hash_of_their_config(tmp_path):
+    def folders(experiment):
+        return {matrix.placed(config, tmp_path).out for config in matrix_of(experiment)}
+
+    assert folders(reproduce.load("table2")) < folders(reproduce.load("domain-skew"))
+    assert folders(reproduce.quick(reproduce.load("table2"))) == folders(reproduce.quick(reproduce.load("domain-skew")))
+    config = configure(method="fedavg", seed=3)
+    same = configure(method="fedavg", seed=3, workers=2, keep_checkpoints=5, out="elsewhere")
+    assert matrix.fingerprint(config) == matrix.fingerprint(same)
+    for other in (configure(method="fedavg", seed=4), configure(method="fedprox", seed=3), config.replace(rounds=2)):
+        assert matrix.fingerprint(config) != matrix.fingerprint(other)
+
+
+# Running it
+
+
+def test_a_tiny_experiment_from_the_command_to_its_files(done):
+    folder, printed = done
+    assert "3 runs, 0 of them done; 2 at once" in printed and printed.count(": finished") == 3
+    assert len(list((folder / "out/runs").iterdir())) == 3
+    found = json.loads((folder / "out/tiny.json").read_text())
+    assert found["problems"] == [] and len(found["runs"]) == 3 and len(found["cells"]) == 24
+    first = {cell["column"]: cell for cell in found["cells"] if cell["row"] == "FedAvg"}
+    result = json.loads(next((folder / "out/runs").glob("fedavg*/result.json")).read_text())
+    assert first["AVG"]["mean"] == result["accuracy"]["AVG"] == first["AVG"]["best"] == first["AVG"]["last5"]
+    assert first["AVG"]["difference"] == pytest.approx(result["accuracy"]["AVG"] - 80.5)
+    assert first["fair.global.mean"]["mean"] == pytest.approx(result["accuracy"]["AVG"])  # one client in each domain
+    assert first["fair.local.worst10"]["mean"] > 0 and first["distance.own"]["mean"] == 0
+    assert first["R1"]["mean"] == 1 and first["speedup1"]["mean"] is None
+    assert first["mb_up"]["mean"] == pytest.approx(result["bytes_up"] / 1e6)
+    assert len(found["words"]) == 2 and all("with one seed" in words for words in found["words"])
+    rows = list(csv.DictReader((folder / "out/tiny.csv").open()))
+    assert len(rows) == 24 and rows[1]["paper"] == "80.5"
+    text = (folder / "out/tiny.md").read_text()
+    assert "digits\\|lite: FedHPro" in text and "| FedAvg |" in text and "&lt;b>M=0" in text
+    assert "| paper | 90.00 (" in text
+
+
+def test_the_page_has_a_chart_links_and_no_markup_of_others(done):
+    page = (done[0] / "out/tiny.html").read_text()
+    assert page.count("<svg") >= 2 and "<b>M=0</b>" not in page and "&lt;b&gt;M=0&lt;/b&gt;" in page
+    links = re.findall(r'href="(runs/[^"]+)"', page)
+    assert len(links) == 3 and all((done[0] / "out" / link).is_file() for link in links)
+
+
+def test_latex_is_escaped(done):
+    text = (done[0] / "out/tiny.tex").read_text()
+    shown = [line for line in text.splitlines() if not line.startswith("%")]
+    assert r"\caption{Tiny \& small\_table}" in shown and any(r"best" not in line for line in shown)
+    assert not any(re.search(r"(?<!\\)[%_#]", line) for line in shown)
+    assert any(r"\textless{}b\textgreater{}M=0" in line for line in shown)
+
+
+def test_what_is_done_is_skipped_and_a_dry_run_runs_nothing(done, capsys, tmp_path):
+    shutil.copytree(done[0], tmp_path / "copy")
+    code, text, _ = call(capsys, "reproduce", "copy/tiny.toml", "--dry-run", "--seeds", "0,1", "--out", "copy/out")
+    assert code == 0 and text.count("  done") == 3 and text.count("about ") >= 4
+    assert "6 runs, 3 done, 3 to do" in text and "GB of memory" in text
+    assert len(list((tmp_path / "copy/out/runs").iterdir())) == 3
+    started = time.monotonic()
+    code, text, _ = call(capsys, "reproduce", "copy/tiny.toml", "--out", "copy/out")
+    assert code == 0 and "3 runs, 3 of them done" in text and "finished" not in text and "FedHPro" in text
+    assert time.monotonic() - started < 60
+
+
+def test_a_broken_run_folder_is_named_and_left_out(done, capsys, tmp_path):
+    shutil.copytree(done[0], tmp_path / "copy")
+    first, second = sorted((tmp_path / "copy/out/runs").glob("fedhpro*"))
+    (first / "config.toml").write_text("not = [toml")
+    (second / "metrics.jsonl").write_text('{"round": "one"}\n{"round": 2}\n')
+    code, text, _ = call(capsys, "reproduce", "copy/tiny.toml", "--out", "copy/out", "--parallel", "1")
+    assert code == 1 and "not valid TOML" in text
+    found = json.loads((tmp_path / "copy/out/tiny.json").read_text())
+    assert len(found["problems"]) == 2 and len(found["runs"]) == 1
+    assert any(str(first.name) in problem for problem in found["problems"])
+    assert any("metrics.jsonl" in problem for problem in found["problems"])
+    assert "Left out" in (tmp_path / "copy/out/tiny.html").read_text()
+
+
+def test_ctrl_c_leaves_whole_rounds_and_the_same_command_goes_on(tmp_path):
+    (tmp_path / "tiny.toml").write_text(TINY_EXPERIMENT.replace("rounds = 1,", "rounds = 300, evaluate_every = 300,"))
+    command = [sys.executable, "-m", "fedhpro", "reproduce", "tiny.toml", "--parallel", "2", "--out", "out"]
+    victim = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    def rounds():
+        return [len(path.read_text().splitlines()) for path in tmp_path.glob("out/runs/*/metrics.jsonl")]
+
+    while len(rounds()) < 2 or min(rounds()) < 2:
+        assert victim.poll() is None, victim.stderr.read()
+        time.sleep(0.05)
+    victim.send_signal(signal.SIGINT)
+    text, error = victim.communicate(timeout=120)
+    assert victim.returncode == 130 and "Traceback" not in error and text.count(": interrupted") == 2
+    plan = reproduce.plan(reproduce.load(str(tmp_path / "tiny.toml")), tmp_path / "out/runs")
+    begun = [config for config in plan.configs.values() if Path(config.out).exists()]
+    assert len(begun) == 2 and not any(map(matrix.is_done, begun))
+    for config in begun:
+        assert json.loads((Path(config.out) / "result.json").read_text())["status"] == "interrupted"
+        shorter = config.model_copy(update={"workers": 0})
+        assert matrix.fingerprint(configure(**tomllib.loads((Path(config.out) / "config.toml").read_text()))) == (
+            matrix.fingerprint(shorter)
+        )
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    keys = {"rounds": 1, "local_steps": 1, "clients_per_domain": 1, "samples_per_client": 16, "evaluate_every": 1}
+    good = configure(method="fedavg", stem="7x7", batch_size=8, **keys)
+    bad = good.replace(clients_per_domain=10_000)
+    heard = {}
+    configs = [matrix.placed(config, tmp_path) for config in (bad, good)]
+    assert matrix.run_all(configs, 2, lambda config, status: heard.update({config.out: status}))
+    assert heard[configs[1].out] == "finished" and "need" in heard[configs[0].out]
+    assert matrix.is_done(configs[1]) and not matrix.is_done(configs[0])
+
+
+def test_missing_data_is_one_sentence_and_the_rest_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr(reproduce, "stored", lambda dataset: None)
+    code, _, error = call(capsys, "reproduce", "table2", "table6")
+    assert code == 2 and "Traceback" not in error
+    assert error.count("is not in the cache") == 3 and "`fedhpro data import office-caltech PATH`" in error
+    assert "`fedhpro data get cifar10`" in error and "--quick" in error
+    monkeypatch.setattr(reproduce, "stored", lambda dataset: object() if dataset.name == "cifar10" else None)
+    plan = reproduce.plan(reproduce.load("table6"), Path("runs"))
+    assert set(plan.missing) == {"digits", "office-caltech"}
+    assert {config.data for config in plan.runnable()} == {"cifar10"} and len(plan.runnable()) == 15
+    found = reproduce.outcome(plan)  # nothing has run yet: 15 folders that are not there, 2 sentences
+    assert len(found.problems) == 17 and not found.runs and tables.markdown(found).count("| – | – | – |") == 5
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["reproduce", "tabel2"], ["table2"]),
+        (["reproduce", "none.toml"], ["none.toml"]),
+        (["reproduce", "table2", "--seeds", "0,x"], ["0,x"]),
+        (["reproduce", "table2", "--quick", "seed=3"], ["seed", "--seeds"]),
+        (["reproduce", "table2", "--quick", "ruonds=3"], ["ruonds", "rounds"]),
+        (["reproduce", "table2", "--quick", "--parallel", "7", "engine=cuda"], ["at most 6"]),
+        (["sweep", "tau=0.1"], ["several values"]),
+        (["sweep", "tua=0.1,0.2"], ["tua", "tau"]),
+        (["sweep", "tau=0.1,0.2", "seed=1"], ["--seeds"]),
+    ],
+)
+def test_wrong_input_gets_one_sentence_and_exit_code_2(capsys, arguments, words):
+    code, _, error = call(capsys, *arguments)
+    assert code == 2 and "Traceback" not in error and all(word in error for word in words), error
+
+
+def test_a_wrong_file_says_where(tmp_path):
+    for text, words in (
+        ("title = 3", "title"),
+        (TINY_EXPERIMENT.replace("[90.0, 80.5,", "[90.0,"), "7 numbers for 8 columns"),
+        (TINY_EXPERIMENT + "colour = 'red'", "colour"),
+        ("[[", "not valid TOML"),
+        (TINY_EXPERIMENT.replace('"FedHPro"', '"FedAvg"'), "the same name"),
+    ):
+        (tmp_path / "wrong.toml").write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            reproduce.load(str(tmp_path / "wrong.toml"))
+
+
+def test_without_a_name_it_lists_what_there_is(capsys):
+    code, text, _ = call(capsys, "reproduce")
+    assert code == 0 and all(re.search(rf"^{name} ", text, flags=re.MULTILINE) for name in NAMES)
+
+
+def test_a_sweep_is_a_matrix_too(capsys):
+    keys = ["rounds=1", "local_steps=1", "batch_size=8", "stem=7x7", "clients_per_domain=1", "samples_per_client=16"]
+    code, text, _ = call(capsys, "sweep", "tau=0.05,0.1", "M=0,2", *keys, "--dry-run")
+    assert code == 0 and "4 runs, 0 done" in text and "fedhpro tau=0.1 M=2" in text
+    code, text, _ = call(capsys, "sweep", "tau=0.05,0.1", *keys, "--dry-run")
+    assert "4 runs" in text and "fedhpro tau=0.1 M=0" in text  # the controls
+    code, text, _ = call(capsys, "sweep", "method=fedavg,fedprox", *keys, "--out", "s")
+    assert code == 0 and text.count(": finished") == 2 and "split=validation" in Path("s/sweep.md").read_text()
+    assert Path("s/sweep.html").is_file() and "fedprox" in text
+
+
+def test_compare_runs_several_at_once(capsys):
+    keys = ["rounds=1", "local_steps=1", "batch_size=8", "stem=7x7", "clients_per_domain=1", "samples_per_client=16"]
+    code, text, error = call(capsys, "compare", "fedavg", "fedprox", *keys, "--parallel", "2", "--out", "c")
+    assert code == 0 and error.count(": finished") == 2 and "fedprox" in text and Path("c/comparison.md").is_file()
+    code, text, error = call(capsys, "compare", "fedavg", "fedprox", *keys, "--out", "c")
+    assert code == 0 and "1 of 2" not in text  # what is done is not begun again
+    code, _, error = call(capsys, "compare", "fedavg", *keys, "lr=0.5", "--out", "c")
+    assert code == 2 and "another config" in error
+
+
+# What is measured, and how it is said
+
+
+def cell(row, values, paper=None):
+    return reproduce.Cell(row, "Digits", "AVG", dict(enumerate(values)), {}, {}, paper, len(values))
+
+
+def test_significance_in_words():
+    base = cell("FedAvg", [50.0, 60.0, 70.0], 55.42)
+    words = reproduce.in_words(cell("FedHPro", [51.0, 62.0, 73.0], 64.52), base)
+    assert words == (
+        "FedHPro beats FedAvg by 2.00 ± 1.00 over 3 seeds (the paper: by +9.10): no difference can be seen "
+        "(paired t-test, p = 0.074)."
+    )
+    words = reproduce.in_words(cell("FedHPro", [52.0, 62.1, 71.9]), base)
+    assert "beats FedAvg by 2.00 ± 0.10 over 3 seeds: more than chance would do (paired t-test, p = 0.00083)" in words
+    assert "is behind FedAvg by 1.00" in reproduce.in_words(cell("A", [49.0, 58.0, 70.0]), base)
+    assert "with one seed" in reproduce.in_words(cell("A", [49.0]), base)
+    assert "the same gap with each seed" in reproduce.in_words(cell("A", [51.0, 61.0, 71.0]), base)
+
+
+def test_rounds_to_accuracy_and_the_papers_speed_up():
+    history = [{"round": r, "accuracy": {"AVG": a}} for r, a in ((2, 30.0), (4, 50.0), (6, 45.0), (8, 80.0))]
+    history.insert(1, {"round": 3})
+    assert rounds_to_accuracy(history, 50) == 4 and rounds_to_accuracy(history, 50.1) == 8
+    assert rounds_to_accuracy(history, 81) is None and rounds_to_accuracy([], 1) is None
+    assert round(speed_up(14, 27), 1) == 48.1 and round(speed_up(46, 27), 1) == -70.4  # the paper has -70.3
+    half = reproduce.Cell("A", "Digits", "R75", {0: 10.0}, {}, {}, None, 3)
+    assert half.mean is None and tables.spread(half) == "1 of 3 seeds"
+
+
+def test_fairness_over_clients():
+    found = fairness([float(value) for value in range(1, 21)])
+    assert found == pytest.approx({"mean": 10.5, "std": 5.766281, "worst10": 1.5, "best10": 19.5})
+    assert fairness([7.0]) == {"mean": 7.0, "std": 0.0, "worst10": 7.0, "best10": 7.0}
+
+
+def test_a_clients_own_model_is_the_global_one_after_its_round(done):
+    folder = next((done[0] / "out/runs").glob("fedavg*"))
+    kept = json.loads((folder / measures.LOCAL).read_text())["accuracies"]
+    assert probe.local_accuracies(folder) == kept and len(kept) == 4 and len(set(kept)) > 1
+    run = read_run(folder)
+    assert run.headline("AVG")["final"] not in kept
+
+
+def test_the_geometry_of_prototypes_does_not_care_for_rotation_and_scale():
+    rng = torch.Generator().manual_seed(0)
+    P, Q = torch.randn(5, 8, generator=rng), torch.randn(5, 8, generator=rng)
+    turn, _ = torch.linalg.qr(torch.randn(8, 8, generator=rng))
+    assert measures.geometry(P, 3 * P @ turn + 1) == pytest.approx(0, abs=1e-5)
+    assert (
+        measures.geometry(P, Q) == pytest.approx(measures.geometry(P, Q @ turn), abs=1e-5)
+        and measures.geometry(P, Q) > 0.1
+    )
+
+
+def test_estimates_grow_with_what_is_asked():
+    small = configure(method="fedavg", rounds=2)
+    seconds, memory = estimate.guess(small)
+    assert estimate.guess(small.replace(rounds=20))[0] > 2 * seconds > 0 and 300 < memory < 3000
+    full = reproduce.load("table1").config(
+        *[getattr(reproduce.load("table1"), name)[0] for name in ("rows", "settings")], 0
+    )
+    assert estimate.guess(full)[0] > 1000 * seconds
+    assert estimate.guess(full.model_copy(update={"engine": "cuda"}))[0] < estimate.guess(full)[0] / 100
+
+
+def test_all_columns_have_a_name():
+    for name in NAMES:
+        for _, column in reproduce.load(name).columns():
+            assert "." not in measures.title(column) and "_e" not in measures.title(column)
+
+
+def test_figures_of_every_kind_are_drawn_from_the_same_runs(done):
+    """Whatever the figure, the page comes out, with a picture for what the runs have."""
+    experiment = reproduce.load(str(done[0] / "tiny.toml"))
+    rows = [row.model_copy(update={"x": float(i)}) for i, row in enumerate(experiment.rows)]
+    for figure in ("curves", "L_GM", "sweep", "bars", "tsne"):
+        changed = experiment.model_copy(update={"figure": figure, "rows": rows})
+        found = reproduce.outcome(reproduce.plan(changed, done[0] / "out/runs"))
+        page = experiments_page([found, found], done[0] / "out")
+        assert page.count("<figure") >= 2, figure
