@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import accounting, data, models, wire
+from . import accounting, attacks, data, models, robust, wire
 from .config import Config, worker_count
 from .data import sites
 from .data.autoaugment import PolicyName
@@ -49,6 +49,9 @@ class Federation:
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
         self.clients = build_clients(config, self.source, self.method)
+        self.hostile = attacks.hostile_clients(config, len(self.clients))
+        if config.attack == "label-flip":
+            self.clients = attacks.with_flipped_labels(self.clients, self.hostile, self.source.num_classes)
         self.sizes = [len(client.train) for client in self.clients]
         self.per_round = max(1, round(config.participation * len(self.clients)))
         if config.min_clients > self.per_round:
@@ -79,6 +82,7 @@ class Federation:
             self._test_sets(),
             config.seed,
             choose_device(config),
+            attacks.Attack(config.attack, config.attack_scale, self.hostile, config.seed) if self.hostile else None,
         )
         self.watch = accounting.Stopwatch()  # of the last round
         self.server_flops: int | None = None  # of an aggregation
@@ -92,6 +96,8 @@ class Federation:
         self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
         check_budget(*self.memory_need(), config.memory_budget)
+        attacks.check(config, self.exchange, len(self.clients), self.upload)
+        robust.check(config, self.exchange, self.per_round, wire.num_bytes(self.upload))
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
@@ -183,6 +189,9 @@ class Federation:
             self._aggregate(number, fold)
         watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
+        record |= fold.note
+        if self.config.attack != "off":
+            record["hostile"] = sorted(self.hostile.intersection(chosen))
         if losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
         record["server"] = {name: float(value) for name, value in sorted(section(self.state, "log").items())}
@@ -263,6 +272,8 @@ class Federation:
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
     def _fold(self, most: int) -> Fold:
+        if self.config.robust != "off":
+            return robust.RobustFold(self.config, most, self.model)
         return WeightedMean(most, by_samples=self.config.weights == "samples")
 
     @torch.no_grad()
@@ -387,6 +398,8 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"data=sites: the data is on the machines of the sites, which engine={config.engine} has not")
     if config.engine != "flower" and config.compress is not None:
         raise ConfigError(f"compress={config.compress}: nothing travels with engine={config.engine}, only with flower")
+    if config.data == SITES and config.attack != "off":
+        raise ConfigError(f"attack={config.attack} is for experiments, and with data=sites the clients are real")
     if config.data == SITES and config.evaluation != "federated":
         raise ConfigError(f"evaluation={config.evaluation}: with data=sites only the sites have samples to test on")
 

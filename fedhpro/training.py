@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .attacks import Attack
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
 from .data.clients import ClientData, Samples
@@ -125,10 +126,11 @@ class LocalTrainer:
         tests: dict[str, Samples],
         seed: int,
         device: torch.device | None = None,
+        attack: Attack | None = None,
     ) -> None:
         self.method, self.exchange, self.settings = method, exchange, settings
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
-        self.device = device or torch.device("cpu")
+        self.device, self.attack = device or torch.device("cpu"), attack
         self.benches = [Bench(self.place(net), method.frozen) for net in nets]
         self.resident: dict[str, Split] = {}  # what stays on a GPU
 
@@ -144,7 +146,8 @@ class LocalTrainer:
     def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
         """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
         data = self.on_device(f"client/{k}", self.clients[k].train)
-        return self.update_on(data, self.settings, round, k, received, memory)
+        upload, memory = self.update_on(data, self.settings, round, k, received, memory)
+        return self.attack.on(upload, received, round, k) if self.attack else upload, memory
 
     def update_on(
         self, data: Samples, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors
