@@ -85,6 +85,21 @@ class Config(BaseModel):
     exchange: Literal["auto", "model", "classifier", "prototypes", "nothing"] = Field(
         "auto", description="what of the model travels; auto: what the method asks for"
     )
+    # hostile clients
+    robust: Literal["off", "clip", "median", "trimmed", "krum", "multikrum"] = Field(
+        "off", description="how models and reports are folded where clients may be hostile; off: their mean"
+    )
+    robust_share: float = Field(
+        0.2, ge=0, lt=0.5, description="share of the clients that may be hostile (trimmed, krum, multikrum)"
+    )
+    robust_clip: float | None = Field(
+        None, gt=0, description="longest step of a model from the one sent; none: the median of the round (clip)"
+    )
+    attack: Literal["off", "label-flip", "sign-flip", "scale", "gaussian", "poison"] = Field(
+        "off", description="for experiments: what hostile clients do, to labels, models or reports (poison)"
+    )
+    attack_share: float = Field(0.2, ge=0, le=1, description="share of the clients that are hostile (attack)")
+    attack_scale: float = Field(10, gt=0, description="size of what they send beside an honest upload (attack)")
     # privacy
     privacy: Literal["off", "central", "local"] = Field(
         "off", description="who clips and adds noise: a server that is trusted, or every client"
@@ -123,7 +138,11 @@ class Config(BaseModel):
     compile: bool = Field(False, description="torch.compile inside the captured steps (cuda)")
     checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints; the last round always has one")
     keep_checkpoints: int = Field(2, ge=1, description="how many checkpoints are kept")
-    memory_budget: float = Field(20, gt=0, description="GB on disk for what clients remember (MOON, private models)")
+    memory_budget: float = Field(
+        20,
+        gt=0,
+        description="GB on disk for what clients remember (MOON, private models), and in memory for uploads (robust)",
+    )
     # the method's own keys
     parameters: dict[str, Any] = Field(default_factory=dict, description="hyper-parameters of the method")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import accounting, data, models, wire
+from . import accounting, attacks, data, models, robust, wire
 from .config import Config, worker_count
 from .data import sites
 from .data.autoaugment import PolicyName
@@ -53,6 +53,9 @@ class Federation:
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
         self.clients = build_clients(config, self.source, self.method)
+        self.hostile = attacks.hostile_clients(config, len(self.clients))
+        if config.attack == "label-flip":
+            self.clients = attacks.with_flipped_labels(self.clients, self.hostile, self.source.num_classes)
         self.sizes = [len(client.train) for client in self.clients]
         self.per_round = max(1, round(config.participation * len(self.clients)))
         if config.min_clients > self.per_round:
@@ -60,6 +63,7 @@ class Federation:
                 f"min_clients={config.min_clients}: there are {len(self.clients)} clients, "
                 f"and {self.per_round} take part in a round"
             )
+        self.privacy = Privacy.of(config)
         self.nets = build_nets(config, self.source)
         self.net = self.nets[0]  # the global model, where there is one
         self.trainer = LocalTrainer(
@@ -83,8 +87,9 @@ class Federation:
             self._test_sets(),
             config.seed,
             choose_device(config),
+            attacks.Attack(config.attack, config.attack_scale, self.hostile, config.seed) if self.hostile else None,
+            self.privacy,
         )
-        self.privacy = self.trainer.privacy = Privacy.of(config)
         self.watch = accounting.Stopwatch()  # of the last round
         self.server_flops: int | None = None  # of an aggregation
         self.confusion: dict[str, torch.Tensor] = {}  # of the last evaluation: true x predicted, per domain
@@ -99,6 +104,8 @@ class Federation:
         check_budget(*self.memory_need(), config.memory_budget)
         if self.privacy is not None:
             self.privacy.check(self)
+        attacks.check(config, self.exchange, len(self.clients), self.upload)
+        robust.check(config, self.exchange, self.per_round, wire.num_bytes(self.upload))
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
@@ -190,6 +197,9 @@ class Federation:
             self._aggregate(number, fold)
         watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
+        record |= fold.note
+        if self.config.attack != "off":
+            record["hostile"] = sorted(self.hostile.intersection(chosen))
         if self.privacy is not None:
             spent = self.privacy.epsilon(number, len(self.clients), self.per_round)
             record["privacy"] = {"epsilon": round(spent, 4)}
@@ -278,6 +288,8 @@ class Federation:
     def _fold(self, number: int, most: int) -> Fold:
         if self.privacy is not None and self.privacy.where == "central":
             return PrivateSum(self.privacy, self.model, most, self.privacy.rng("server", number))
+        if self.config.robust != "off":
+            return robust.RobustFold(self.config, most, self.model)
         return WeightedMean(most, by_samples=self.config.weights == "samples")
 
     @torch.no_grad()
@@ -411,6 +423,8 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"data=sites: the data is on the machines of the sites, which engine={config.engine} has not")
     if config.engine != "flower" and config.compress is not None:
         raise ConfigError(f"compress={config.compress}: nothing travels with engine={config.engine}, only with flower")
+    if config.data == SITES and config.attack != "off":
+        raise ConfigError(f"attack={config.attack} is for experiments, and with data=sites the clients are real")
     if config.data == SITES and config.evaluation not in ("federated", "off"):
         raise ConfigError(f"evaluation={config.evaluation}: with data=sites only the sites have samples to test on")
 

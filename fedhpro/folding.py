@@ -6,7 +6,8 @@ same three members; they may hand on one report that stands for all, [1, ...], w
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from . import wire
 from .methods.base import Tensors
@@ -22,6 +23,11 @@ class Fold(Protocol):
         """An upload that was checked. The report is decoded, and has "samples" in it."""
         ...
 
+    @property
+    def note(self) -> Mapping[str, Any]:
+        """After the result: what the round's record has to say of it."""
+        ...
+
     def result(self) -> tuple[Tensors, Tensors]:
         """The model, and the reports stacked over uploads [K, ...]."""
         ...
@@ -29,6 +35,8 @@ class Fold(Protocol):
 
 class WeightedMean:
     """Eq 1."""
+
+    note: Mapping[str, Any] = {}
 
     def __init__(self, most: int, by_samples: bool = True) -> None:
         self.by_samples = by_samples

@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -83,6 +84,8 @@ class Privacy:
                 f"{what}: evaluation={c.evaluation} would tell every client's accuracy without noise: "
                 "evaluation=central or off"
             )
+        if self.where == "central" and c.robust != "off":
+            raise ConfigError(f"{what}: what is released must be a noised sum, and robust={c.robust} makes no sum")
         if other := sorted(name for name in held(federation.upload) if name != "counts"):
             raise ConfigError(f"{what}: method={c.method} reports {other[0]}, which cannot be noised")
         sizes = len(federation.clients), federation.per_round
@@ -123,6 +126,8 @@ class Privacy:
 
 class PrivateSum:
     """The fold of central noise: the sum of clipped uploads, and noise, over the number of clients that were asked."""
+
+    note: Mapping[str, Any] = {}
 
     def __init__(self, privacy: Privacy, start: Tensors, asked: int, rng: torch.Generator) -> None:
         self.privacy, self.start, self.asked, self.rng = privacy, start, asked, rng

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from .attacks import Attack
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
 from .data.clients import ClientData, Samples
@@ -129,13 +130,14 @@ class LocalTrainer:
         tests: dict[str, Samples],
         seed: int,
         device: torch.device | None = None,
+        attack: Attack | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.method, self.exchange, self.settings = method, exchange, settings
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
-        self.device = device or torch.device("cpu")
+        self.device, self.attack, self.privacy = device or torch.device("cpu"), attack, privacy
         self.benches = [Bench(self.place(net), method.frozen) for net in nets]
         self.resident: dict[str, Split] = {}  # what stays on a GPU
-        self.privacy: Privacy | None = None
 
     def place(self, net: Net) -> Net:
         if self.device.type == "cpu":
@@ -149,7 +151,8 @@ class LocalTrainer:
     def update(self, round: int, k: int, received: Tensors, memory: Tensors) -> tuple[Tensors, Tensors]:
         """Client k's round: what it sends (model/*, report/*, loss/*, samples) and what it remembers."""
         data = self.on_device(f"client/{k}", self.clients[k].train)
-        return self.update_on(data, self.settings, round, k, received, memory)
+        upload, memory = self.update_on(data, self.settings, round, k, received, memory)
+        return self.attack.on(upload, received, round, k) if self.attack else upload, memory
 
     def update_on(
         self, data: Samples, settings: LocalSettings, round: int, k: int, received: Tensors, memory: Tensors

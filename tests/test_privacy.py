@@ -177,6 +177,7 @@ def test_two_workers_and_a_resumed_run_give_the_same_bits(tiny_source, tmp_path)
     [
         ({"weights": "samples"}, "all clients must count the same"),
         ({"evaluation": "federated"}, "would tell every client's accuracy without noise"),
+        ({"robust": "median"}, "robust=median makes no sum"),
         ({"method": "local"}, "nothing leaves a client"),
         ({"method": "centralised"}, "nothing leaves a client"),
     ],

@@ -126,7 +126,7 @@ class Slot(LocalTrainer):
         nets = [_prepared(bench, self.fused, compiled) for bench in trainer.benches]
         super().__init__(
             nets, trainer.method, trainer.exchange, trainer.settings, trainer.transform, trainer.clients, {},
-            trainer.seed, trainer.device,
+            trainer.seed, trainer.device, trainer.attack, trainer.privacy,
         )  # fmt: skip
         self.resident = trainer.resident  # one copy of the data for all slots
         self.refused = refused  # what turned out not to be capturable

@@ -38,6 +38,14 @@ class Refusal(BaseModel):
     reason: str
 
 
+class Clipping(BaseModel):
+    """What a client's model and, on average, its reports were multiplied by."""
+
+    client: int
+    model: FiniteFloat
+    reports: FiniteFloat
+
+
 class Federated(BaseModel):
     clients: Scores
     mean: FiniteFloat
@@ -63,6 +71,9 @@ class Round(BaseModel):
     federated: Federated | None = None
     restarted: list[dict[str, Any]] = []
     untested: list[dict[str, Any]] = []
+    hostile: list[int] = []
+    left_out: list[int] = []
+    clipped: list[Clipping] = []
 
     @model_validator(mode="after")
     def has_a_mean(self) -> Round:

@@ -166,6 +166,29 @@ def troubles(groups: Sequence[Group]) -> Markup:
     )
 
 
+def hostile(groups: Sequence[Group]) -> Markup:
+    """Clients that an experiment made hostile, and those that a robust rule left out or clipped."""
+    rows = []
+    for group in groups:
+        history = group.first.history
+        spoiling = Counter(k for record in history for k in record.hostile)
+        out = Counter(k for record in history for k in record.left_out)
+        factors: dict[int, list[tuple[float, float]]] = {}
+        for record in history:
+            for clip in record.clipped:
+                factors.setdefault(clip.client, []).append((clip.model, clip.reports))
+        taking_part = Counter(k for record in history for k in record.clients)
+        for k in sorted({*spoiling, *out, *factors}):
+            clipped = [f"{statistics.fmean(column):.2f}" for column in zip(*factors.get(k, []), strict=True)]
+            who = "hostile" if spoiling[k] else "–"
+            rows.append([_name(group), k, who, taking_part[k], out[k], len(factors.get(k, [])), *(clipped or "––")])
+    if not rows:
+        return NOTHING
+    header = ["run", "client", "in the experiment", "rounds", "left out", "clipped", "model by", "reports by"]
+    note = "Clipped: in how many rounds, and by which factor on average. The first seed of each setting."
+    return join(table(header, rows), tag("p", note, class_="note"))
+
+
 def costs(groups: Sequence[Group]) -> Markup:
     rows = []
     for group in groups:
@@ -472,6 +495,7 @@ SECTIONS: dict[str, Section] = {
     "Confusions": confusion,
     "Fairness": fairness,
     "Troubles": troubles,
+    "Hostile clients": hostile,
     "Costs": costs,
     "Run it again": settings,
 }
