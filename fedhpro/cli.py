@@ -109,7 +109,10 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="rounds may be raised.")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As --set.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="What may change: rounds=200, workers, ...")
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
     track: Track = "",
@@ -117,8 +120,8 @@ def resume(
     """Go on with an interrupted run, to the same numbers as if nothing had happened."""
     from . import runs
 
-    callbacks = _callbacks(quiet, as_json, track)
-    _finish(runs.resume(folder, callbacks=callbacks, **parse(keys or [])), quiet, as_json)
+    changes, callbacks = parse([*(keys or []), *(settings or [])]), _callbacks(quiet, as_json, track)
+    _finish(runs.resume(folder, callbacks=callbacks, **changes), quiet, as_json)
 
 
 @app.command()

@@ -177,7 +177,7 @@ class Federation:
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
                 watch.lap("train")
-                reason = answer.error or wire.problem(answer.upload, self.schema)
+                reason = answer.error or self.problem(answer.client, answer.upload)
                 if reason is None:
                     self._accept(answer.client, answer.upload, fold, losses)
                     bytes_up += wire.num_bytes(answer.upload) if answer.bytes is None else answer.bytes
@@ -215,6 +215,12 @@ class Federation:
             record["restarted"], self.engine.restarted = self.engine.restarted, []
         self.round, self.watch = number, watch
         return record
+
+    def problem(self, client: int, upload: Tensors) -> str | None:
+        """Why that upload cannot be used, or None."""
+        if self.privacy is not None and self.privacy.where == "local":  # how many samples it has is withheld
+            return wire.problem(upload, self.schema, 1, False)
+        return wire.problem(upload, self.schema, self.sizes[client], self.method.counts_all)
 
     def sample(self, number: int) -> list[int]:
         """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""
@@ -268,12 +274,10 @@ class Federation:
         return tensors, {"round": self.round, "stalled": self.stalled, "memories": dict(self.memories.generations)}
 
     def restore(self, tensors: Tensors, meta: Record) -> None:
-        if section(tensors, "memory"):
-            raise RunError(
-                f"the checkpoint of round {meta['round']} is of an earlier version, with the clients' memories inside: "
-                "it cannot be gone on with, start a new run"
-            )
-        self.model, self.state = section(tensors, "model"), section(tensors, "state")
+        model = section(tensors, "model")
+        if (reason := wire.misfit(model, wire.schema_of(self.model))) is not None:
+            raise RunError(f"the checkpoint of round {meta['round']} is of another model: {reason}")
+        self.model, self.state = model, section(tensors, "state")
         self.memories.generations = generations_of(meta)
         self.round, self.stalled = meta["round"], meta["stalled"]
 

@@ -1,17 +1,30 @@
-"""Files that are whole or not there: atomic writes, and tensors with a checksum."""
+"""Files that are whole or not there: atomic writes, tensors and JSON with a checksum; and folders with one writer."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nobody is locked out
+    fcntl = None  # type: ignore[assignment]
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from .errors import RunError
+
+LOCK = "lock"
 
 
 class DamagedFile(ValueError):
@@ -54,15 +67,89 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         raise
 
 
+def sync_folder(path: Path) -> None:
+    """What was written into it, renamed and removed is so even if the machine stops now."""
+    if os.name == "nt":  # where folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sealed(content: Mapping[str, Any]) -> str:
+    """JSON that knows its own checksum."""
+    found = json.loads(json.dumps(content))  # as it will be read: keys are texts
+    return json.dumps(found | {"sha256": _digest(found)})
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        if content.pop("sha256") == _digest(content):
+            return dict(content)
+    except (ValueError, AttributeError, TypeError, KeyError):
+        pass
+    raise DamagedFile(f"{path} is damaged, or of an earlier version: its checksum does not fit")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time writes to a folder. The lock goes with its process, however that ends; the file stays."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    _locks.add(descriptor)
+    try:
+        _take(descriptor, folder)
+        try:
+            yield
+        finally:
+            os.ftruncate(descriptor, 0)
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)
+
+
+def _take(descriptor: int, folder: Path) -> None:
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+        raise RunError(f"{folder} is being written by {holder}: wait for its end, or end it") from None
+    except OSError:  # a file system without locks
+        return
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
+
+
+_locks: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a forked worker, which may outlive its parent for a moment, and must not hold the folder."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 def packed(tensors: Mapping[str, Tensor], **about: str) -> bytes:
     """The tensors in the format of safetensors, which gives one name to one memory."""
     return save(_owned(tensors), about or None)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> None:
-    """With the checksum of the content, and whatever else is to be remembered, in the header."""
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> str:
+    """With the checksum of the content, and whatever else is to be remembered, in the header. -> the checksum"""
     owned = _owned(tensors)
-    write_atomically(path, packed(owned, **about, sha256=checksum(owned)))
+    write_atomically(path, packed(owned, **about, sha256=(digest := checksum(owned))))
+    return digest
 
 
 def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,15 +160,6 @@ def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         owned[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(value.data_ptr())
     return owned
-
-
-def is_whole(path: Path) -> bool:
-    """Whether there are tensors as long as their header says: a look that does not read them."""
-    try:
-        with safe_open(path, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, RunError
-from .files import DamagedFile, is_whole, load_tensors, save_tensors, write_atomically
+from .files import DamagedFile, load_tensors, save_tensors, write_atomically
 from .methods.base import Tensors
 
 GB = 10**9
@@ -41,8 +41,11 @@ class ClientMemories(Mapping[int, Tensors]):
         self.pinned: set[tuple[int, int]] = set()  # what checkpoints refer to
 
     def __getitem__(self, k: int) -> Tensors:
+        return self._load(k, self.generations[k])
+
+    def _load(self, k: int, round: int) -> Tensors:
         try:
-            return load_tensors(self.path(k, self.generations[k]))[0]
+            return load_tensors(self.path(k, round))[0]
         except (OSError, DamagedFile) as error:
             raise RunError(f"what client {k} remembers is lost: {error}") from None
 
@@ -81,9 +84,10 @@ class ClientMemories(Mapping[int, Tensors]):
         if before is not None and before != round and (k, before) not in self.pinned:
             self.path(k, before).unlink(missing_ok=True)
 
-    def has(self, generations: Generations) -> bool:
-        """Whether all of them are there, each as long as it was written."""
-        return self.elsewhere or all(is_whole(self.path(k, round)) for k, round in generations.items())
+    def check(self, generations: Generations) -> None:
+        """RunError where one of them is not what was written."""
+        for k, round in generations.items() if not self.elsewhere else ():
+            self._load(k, round)
 
     def prune(self, pinned: set[tuple[int, int]]) -> None:
         """Keep what checkpoints refer to, and the present."""

@@ -143,7 +143,8 @@ def trouble(result: Result) -> str | None:
     sent = sum(len(record["clients"]) for record in result.history)
     idle = sum(not record["aggregated"] for record in result.history)
     hint = ""
-    if any("not finite" in refusal["reason"] for record in result.history for refusal in record["refused"]):
+    reasons = [refusal["reason"] for record in result.history for refusal in record["refused"]]
+    if any("has values" in reason for reason in reasons):  # that are not finite, or huge
         hint = f": training diverged; try a smaller lr than {result.config.lr}"
     return f"{refused} of {_count(sent, 'upload')} were refused, and {_count(idle, 'round')} changed nothing{hint}"
 

@@ -4,7 +4,7 @@ config.toml              every key, as validated
 holdings.png .json       who holds what
 metrics.jsonl            one record a round; the same bytes for the same config on CPU
 timings.jsonl            seconds a round, by phase, which are not
-checkpoints/             the last few rounds: tensors, and a JSON file whose presence makes them count
+checkpoints/             the last few rounds: tensors, and JSON (config, versions) that makes them count
 memories/                what clients keep between their rounds, where they do: a file for each client and round
 model.safetensors .json  the global model and how to use it (of texts: tokenizer.json too)
 server.safetensors       what the method keeps at the server (FedHPro: the hyper-prototypes S)
@@ -12,13 +12,16 @@ costs.json               bytes by tensor, FLOPs, seconds by phase, peak memory
 confusion.json           of the last evaluation, per domain
 result.json curves.png MODEL_CARD.md report.html
 tensorboard/ wandb/      of trackers that were asked for, and mlflow.id wandb.id: which run of theirs this is
+lock                     who writes to this folder, while somebody does
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
+import logging
 import os
 import platform
 import re
@@ -39,10 +42,21 @@ from . import config as configuration
 from .callbacks import Callback
 from .config import Config, configure
 from .data.sources import SITES, Source
-from .errors import ConfigError
+from .errors import ConfigError, RunError
 from .evaluation import headline
 from .federation import Federation, Record
-from .files import DamagedFile, load_tensors, save_tensors, write_atomically
+from .files import (
+    LOCK,
+    DamagedFile,
+    checksum,
+    load_tensors,
+    locked,
+    save_tensors,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_atomically,
+)
 from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
 from .training import copy_into, model_tensors
@@ -55,6 +69,8 @@ MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
 MAY_CHANGE |= {"round_deadline", "join_deadline"}
 OF_NO_CONSEQUENCE = MAY_CHANGE - {"rounds", "evaluate_every"}  # for the numbers of a run
+VERSIONS = {"fedhpro": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+log = logging.getLogger("fedhpro")
 
 
 @dataclass
@@ -66,6 +82,7 @@ class Result:
     history: list[Record]
     status: str  # running, finished, interrupted, failed
     costs: Record = field(default_factory=dict)  # seconds by phase, peak memory, FLOPs; there when the run has ended
+    notes: list[str] = field(default_factory=list)  # what was wrong with the folder when the run was gone on with
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -119,12 +136,11 @@ def run(
         config, source, grid
     )  # everything that can be wrong with the config shows here, before any file
     check_disk(*federation.memory_need(), Path("runs" if config.out == "auto" else config.out, MEMORIES))
-    folder = RunFolder.create(config)
-    folder.memories.elsewhere = config.data == SITES
-    federation.memories = folder.memories
-    if config.data != SITES:
+    with RunFolder.create(config) as folder:
+        folder.memories.elsewhere = config.data == SITES
+        federation.memories = folder.memories
         folder.draw_data(federation)
-    return _go(federation, folder, [], callbacks)
+        return _go(federation, folder, [], callbacks)
 
 
 def resume(
@@ -137,29 +153,47 @@ def resume(
 ) -> Result:
     """Go on from the newest sound checkpoint, to the metrics of an uninterrupted run. `rounds` may be raised."""
     folder = RunFolder.open(Path(path))
-    config = configuration.load(folder.path / "config.toml")
-    changed = {name for name, value in config.replace(**keys).flat().items() if value != config.flat().get(name)}
-    if forbidden := changed - MAY_CHANGE:
-        raise ConfigError(f"{sorted(forbidden)[0]} cannot change in the middle of a run")
-    if "rounds" in changed and config.lr_schedule == "cosine":
+    with one_sentence(folder.path), locked(folder.path):
+        config = configuration.load(folder.path / "config.toml")
+        folder.memories.elsewhere = config.data == SITES
+        records = folder.records()
+        tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
+        before, config = meta.get("config", _as_json(config)), config.replace(**keys)
+        check_changes(before, _as_json(config))
+        if config.data == SITES and grid is None:
+            raise ConfigError(f"{folder.path} is the run of a deployment: it goes on when its app is started again")
+        if config.rounds < meta.get("round", 0):
+            raise ConfigError(f"rounds={config.rounds}: {meta['round']} rounds of {folder.path} are done already")
+        federation = Federation(config, source, grid)
+        federation.memories = folder.memories
+        check_disk(*federation.memory_need(), folder.path / MEMORIES)
+        if tensors:
+            federation.restore(tensors, meta)
+            folder.compare_versions(meta["versions"])
+        for note in folder.notes:
+            log.warning(note)
+        history = folder.rewind(federation.round)
+        folder.draw_data(federation)
+        if config.to_toml() != (folder.path / "config.toml").read_text(encoding="utf-8"):
+            write_atomically(folder.path / "config.toml", config.to_toml())
+        return _go(federation, folder, history, callbacks)
+
+
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """What may be another than when the run was saved, be it given now or edited in config.toml."""
+    changed = sorted(name for name in now if name in before and now[name] != before[name])
+    if forbidden := [name for name in changed if name not in MAY_CHANGE]:
+        name = forbidden[0]
+        raise ConfigError(
+            f"{name} cannot change in the middle of a run: it was {before[name]}, and is {now[name]} now; "
+            f"what can change is {', '.join(sorted(MAY_CHANGE))}"
+        )
+    if "rounds" in changed and now["lr_schedule"] == "cosine":
         raise ConfigError("rounds cannot change in the middle of a run: the cosine schedule of lr depends on it")
-    config = config.replace(**keys)
-    folder.memories.elsewhere = config.data == SITES
-    if config.data == SITES and grid is None:
-        raise ConfigError(f"{folder.path} is the run of a deployment: it goes on when its app is started again")
-    records = folder.records()
-    tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
-    if config.rounds < meta.get("round", 0):
-        raise ConfigError(f"rounds={config.rounds}: {meta['round']} rounds of {folder.path} are done already")
-    federation = Federation(config, source, grid)
-    federation.memories = folder.memories
-    check_disk(*federation.memory_need(), folder.path / MEMORIES)
-    if tensors:
-        federation.restore(tensors, meta)
-    history = folder.rewind(federation.round)
-    if changed:
-        write_atomically(folder.path / "config.toml", config.to_toml())
-    return _go(federation, folder, history, callbacks)
+
+
+def _as_json(config: Config) -> Record:
+    return dict(json.loads(json.dumps(config.flat())))
 
 
 def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = (), grid: Any = None) -> Result:
@@ -182,7 +216,7 @@ def load_result(path: Path) -> Result:
 
 def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:
     config = federation.config
-    result = Result(folder.path, config, history, "running")
+    result = Result(folder.path, config, history, "running", notes=folder.notes)
     with federation:
         for callback in callbacks:
             callback.start(federation, result)
@@ -199,7 +233,8 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
                     history.append(record)
                     folder.add_round(record)
                     if record["round"] % config.checkpoint_every == 0 or record["round"] == config.rounds:
-                        folder.save_checkpoint(*federation.snapshot(), keep=config.keep_checkpoints)
+                        tensors, meta = federation.snapshot()
+                        folder.save_checkpoint(tensors, meta | {"config": _as_json(config)}, config.keep_checkpoints)
                     federation.watch.lap("save")
                     folder.add_timing(record["round"], time.perf_counter() - started, federation.watch.seconds)
                     done = federation.model, federation.state
@@ -218,6 +253,18 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
         if history:
             folder.finish(federation, result)
     return result
+
+
+@contextlib.contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """For a disk that is full, read-only or gone."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"the run in {path} had to stop: {error.strerror or error}; its finished rounds are saved, and "
+            f"`fedhpro resume {path}` goes on from there"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -245,21 +292,24 @@ class RunFolder:
         self.metrics, self.timings = path / "metrics.jsonl", path / "timings.jsonl"
         self.checkpoints = path / "checkpoints"
         self.memories = ClientMemories(path / MEMORIES)
+        self.notes: list[str] = []  # what a user must know of what was found here
 
     @classmethod
-    def create(cls, config: Config) -> RunFolder:
-        """A new folder; one that exists must be empty."""
-        path = _new_path(config) if config.out == "auto" else Path(config.out)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if (path / "config.toml").exists():
-                raise ConfigError(f"{path} already holds a run: choose another folder, or `fedhpro resume {path}`")
-            if any(path.iterdir()):
-                raise ConfigError(f"{path} is not empty: choose another folder")
-            write_atomically(path / "config.toml", config.to_toml())
-        except OSError as error:
-            raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from None
-        return cls(path)
+    @contextlib.contextmanager
+    def create(cls, config: Config) -> Iterator[RunFolder]:
+        """A new folder, locked; one that exists must be empty."""
+        with contextlib.ExitStack() as stack:
+            path = Path(config.out)
+            try:
+                path = _new_folder(config)
+                _check_empty(path)
+                stack.enter_context(locked(path))
+                _check_empty(path)  # still
+                write_atomically(path / "config.toml", config.to_toml())
+            except OSError as error:
+                raise ConfigError(f"cannot write to {path}: {error.strerror or error}") from None
+            stack.enter_context(one_sentence(path))
+            yield cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -271,6 +321,8 @@ class RunFolder:
 
     def draw_data(self, federation: Federation) -> None:
         """Who holds what, before anything is trained on it."""
+        if federation.config.data == SITES or (self.path / "holdings.json").exists():
+            return
         from .report.holdings import draw_holdings, held
 
         draw_holdings(federation.clients, federation.source.classes, self.path / "holdings.png")
@@ -287,19 +339,20 @@ class RunFolder:
     def records(self, path: Path | None = None) -> list[Record]:
         """The metrics so far; a last line that was cut off while it was written is left out."""
         path, found = path or self.metrics, list[Record]()
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
                 found.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:
                 break
         return found
 
     def rewind(self, last_round: int) -> list[Record]:
-        """Forget what came after the checkpoint: it is run again."""
-        for path in self.checkpoints.glob("round-*.json"):
-            if int(path.stem.removeprefix("round-")) > last_round:
+        """Forget what came after the checkpoint, which is run again, and what was cut off while it was written."""
+        for path in self.checkpoints.glob("round-*"):
+            if round_of(path) > last_round:
                 path.unlink()
-                path.with_suffix(".safetensors").unlink(missing_ok=True)
+        for path in (*leftovers(self.path), *leftovers(self.checkpoints)):
+            path.unlink()
         self._prune_memories()
         for path in (self.metrics, self.timings):
             kept = [record for record in self.records(path) if record["round"] <= last_round]
@@ -308,32 +361,57 @@ class RunFolder:
 
     def save_checkpoint(self, tensors: Tensors, meta: Record, keep: int) -> None:
         path = self.checkpoints / f"round-{meta['round']:06d}.safetensors"
-        save_tensors(path, tensors)
-        write_atomically(path.with_suffix(".json"), json.dumps(meta | {"version": __version__}))
+        meta = meta | {"versions": VERSIONS, "tensors": save_tensors(path, tensors)}
+        write_atomically(path.with_suffix(".json"), sealed(meta))
+        for folder in (self.path, self.checkpoints, self.memories.folder):
+            if folder.exists():
+                sync_folder(folder)  # before anything older goes
         for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
         self._prune_memories()
 
     def newest_checkpoint(self, up_to: int | None = None) -> tuple[Tensors, Record]:
-        """The newest that is whole, and not of a round whose metrics are lost; nothing where there is none."""
-        for path in sorted(self.checkpoints.glob("round-*.json"), reverse=True):
-            if up_to is not None and int(path.stem.removeprefix("round-")) > up_to:
-                continue
+        """The newest that is whole, and not of a round whose metrics are lost; nothing where none was ever finished.
+
+        Why a newer one cannot be used is noted.
+        """
+        finished = False
+        for path in sorted({path.with_suffix(".json") for path in self.checkpoints.glob("round-*")}, reverse=True):
+            finished |= path.exists()
             try:
-                meta = json.loads(path.read_text(encoding="utf-8"))
-                tensors, _ = load_tensors(path.with_suffix(".safetensors"))
-                if self.memories.has(generations_of(meta)):
-                    return tensors, meta
-            except (OSError, DamagedFile, json.JSONDecodeError):
-                continue
+                return self._checkpoint(path, up_to)
+            except (DamagedFile, RunError) as error:
+                self.notes.append(f"the checkpoint of round {round_of(path)} cannot be used: {error}")
+            except OSError as error:
+                self.notes.append(f"the checkpoint of round {round_of(path)} is not whole: {error.strerror}")
+        if finished:
+            raise RunError(f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.notes[0]}")
         return {}, {}
+
+    def _checkpoint(self, path: Path, up_to: int | None) -> tuple[Tensors, Record]:
+        meta = unsealed(path)
+        tensors, _ = load_tensors(path.with_suffix(".safetensors"))
+        if checksum(tensors) != meta["tensors"]:
+            raise DamagedFile(f"{path} and its tensors do not belong together")
+        if up_to is not None and meta["round"] > up_to:
+            raise DamagedFile(f"{self.metrics} ends with round {up_to}")
+        self.memories.check(generations_of(meta))
+        return tensors, meta
+
+    def compare_versions(self, before: Mapping[str, str]) -> None:
+        for name in ("fedhpro", "torch"):
+            if before[name] != VERSIONS[name]:
+                self.notes.append(
+                    f"the rounds so far are of {name} {before[name]}, and this is {VERSIONS[name]}: "
+                    "from here on the numbers may differ from those of an uninterrupted run"
+                )
 
     def _prune_memories(self) -> None:
         pinned: set[tuple[int, int]] = set()
         for path in self.checkpoints.glob("round-*.json"):
-            with contextlib.suppress(json.JSONDecodeError):  # a checkpoint that cannot be read needs none
-                pinned |= generations_of(json.loads(path.read_text(encoding="utf-8"))).items()
+            with contextlib.suppress(DamagedFile):  # a checkpoint that cannot be read needs none
+                pinned |= generations_of(unsealed(path)).items()
         self.memories.prune(pinned)
 
     def finish(self, federation: Federation, result: Result) -> None:
@@ -385,7 +463,8 @@ class RunFolder:
             "refused": sum(len(record["refused"]) for record in result.history),
             "seconds": round(sum(timing["seconds"] for timing in self.records(self.timings)), 2),
             "costs": result.costs,
-            "versions": {"fedhpro": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "notes": result.notes,
+            "versions": VERSIONS,
         }
 
     def _save_model(self, federation: Federation) -> None:
@@ -429,14 +508,36 @@ class RunFolder:
                 os.fsync(file.fileno())
 
 
-def _new_path(config: Config) -> Path:
+def round_of(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("round-"))
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Files that a killed process was writing."""
+    return list(folder.glob(".*.tmp"))
+
+
+def _new_folder(config: Config) -> Path:
+    """The one that the config names, or else one of its own."""
+    if config.out != "auto":
+        path = Path(config.out)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
     data = re.sub(r"[^\w.-]+", "-", config.data)[:40]
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
-    path, number = Path("runs") / stem, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{stem}-{number}"
+    for number in itertools.count(1):
+        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):  # of somebody who started in the same second
+            path.mkdir(parents=True)
+            break
     return path
+
+
+def _check_empty(path: Path) -> None:
+    if (path / "config.toml").exists():
+        raise ConfigError(f"{path} already holds a run: choose another folder, or `fedhpro resume {path}`")
+    if any(file.name != LOCK and file not in leftovers(path) for file in path.iterdir()):
+        raise ConfigError(f"{path} is not empty: choose another folder")
 
 
 def _sha256(path: Path) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .methods.base import Tensors
 
 Schema = dict[str, tuple[tuple[int, ...], torch.dtype]]
+LARGEST = 1e12  # of an upload's numbers: squares of them, and sums of squares over a model, stay finite in float32
 
 
 def schema_of(tensors: Tensors) -> Schema:
@@ -20,17 +21,33 @@ def num_bytes(tensors: Tensors) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
-def problem(upload: Tensors, schema: Schema) -> str | None:
-    """Why an upload cannot be used, in one sentence, or None. Hostile until checked: nothing is assumed of it."""
+def problem(upload: Tensors, schema: Schema, samples: int | None = None, counts_all: bool = True) -> str | None:
+    """Why an upload cannot be used, in one sentence, or None. Hostile until checked: nothing is assumed of it.
+
+    samples: how many the client is known to have. Its counts by class sum up to them, or, where a method counts only
+    some, to no more.
+    """
     if (reason := misfit(upload, schema)) is not None:
         return reason
     floats = {name: value for name, value in upload.items() if value.is_floating_point()}
-    if (name := _first(floats, lambda value: ~value.isfinite())) is not None:
-        return f"{name} has values that are not finite"
+    if (name := _first(floats, lambda value: ~(value.abs() <= LARGEST))) is not None:
+        finite = bool(upload[name].isfinite().all())
+        return f"{name} has values {f'beyond {LARGEST:g}' if finite else 'that are not finite'}"
     counts = {name: v for name, v in upload.items() if name not in floats or name.endswith("running_var")}
     if (name := _first(counts, lambda value: value < 0)) is not None:
         return f"{name} has negative values"
-    return "it has no samples" if int(upload["samples"]) < 1 else None
+    held = int(upload["samples"])
+    if held < 1:
+        return "it has no samples"
+    if samples is not None and held != samples:
+        return f"it says that it has {held} samples, and is known to have {samples}"
+    for name in (name for name in counts if name.endswith("counts")):
+        total = int(upload[name].sum())
+        if bool((upload[name] > held).any()):  # also where the sum of huge ones wrapped around
+            return f"{name} has more than the {held} samples of the client"
+        if total > held or (counts_all and total < held):
+            return f"{name} sums up to {total}, and the client has {held} samples"
+    return None
 
 
 def misfit(upload: Tensors, schema: Schema) -> str | None:

@@ -51,11 +51,15 @@ def synthetic_split(n: int, classes: int, seed: int, brightness: int = 0, size: 
 
 @pytest.fixture(scope="session")
 def tiny_source() -> Source:
+    return tiny()
+
+
+def tiny(train: int = 60) -> Source:
     """Two domains, four classes, 16x16 images."""
     domains = tuple(
         Domain(
             name,
-            synthetic_split(60, 4, seed),
+            synthetic_split(train, 4, seed),
             synthetic_split(16, 4, seed + 1, bright),
             synthetic_split(40, 4, seed + 2, bright),
             real=False,

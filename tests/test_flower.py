@@ -127,8 +127,11 @@ BAD = {
     "its reply is not one of fedhpro's": lambda reply: answering(reply, RecordDict({"x": ConfigRecord({"a": 1})})),
     "it has fedhpro 0.0.0, and this run": lambda reply: with_about(reply, version="0.0.0"),
     "it has another model or config than this run": lambda reply: with_about(reply, digest="0"),
+    "it answers another request: train 1 old": lambda reply: with_about(reply, request="train 1 old"),
     "it answers as client 7": lambda reply: with_about(reply, client=7),
-    "its tensors cannot be decoded": bad_bytes,
+    "its tensors cannot be decoded: Error while": bad_bytes,
+    "its tensors cannot be decoded: they are": lambda reply: with_tensors(reply, big=torch.zeros(2**20)),
+    "it says that it has 99 samples, and is known to have": lambda reply: with_tensors(reply, samples=torch.tensor(99)),
     "its reply cannot be unpacked: ": lambda reply: ValueError("children missing"),
     "'model/virus' is not expected": lambda reply: with_tensors(reply, **{"model/virus": torch.zeros(1)}),
     "loss/ce has values that are not finite": lambda reply: with_tensors(

@@ -17,7 +17,7 @@ def upload(seed=0):
     return {
         "model/conv.weight": torch.randn(4, 3, 3, 3, generator=rng),
         "model/bn.running_var": torch.rand(4, generator=rng),
-        "report/counts": torch.randint(0, 9, (5,), generator=rng),
+        "report/counts": torch.tensor([3, 0, 4, 5, 0]),
         "report/present": torch.tensor([True, False, True]),
         "loss/ce": torch.rand((), generator=rng),
         "samples": torch.tensor(12),
@@ -45,10 +45,12 @@ def test_good_uploads_have_no_problem():
     assert wire.problem(upload(), SCHEMA) is None
     assert wire.problem(upload(seed=1), SCHEMA) is None
     assert wire.problem(changed("model/bn.running_var", 0.0), SCHEMA) is None
-    assert wire.problem(changed("report/counts", 0), SCHEMA) is None
-    assert wire.problem(changed("model/conv.weight", -1e30), SCHEMA) is None
+    assert wire.problem(changed("report/counts", 0), SCHEMA, samples=12) is None
+    assert wire.problem(changed("model/conv.weight", -wire.LARGEST), SCHEMA) is None
+    assert wire.problem(changed("model/conv.weight", 1e-45), SCHEMA) is None  # denormal, and harmless
     assert wire.problem(dict(reversed(upload().items())), SCHEMA) is None
-    assert wire.problem(changed("samples", 1), SCHEMA) is None
+    some = upload() | {"report/counts": torch.tensor([1, 0, 1, 1, 0])}  # of a method that looks at a part
+    assert wire.problem(some, SCHEMA, samples=12, counts_all=False) is None
 
 
 BAD = {
@@ -76,6 +78,21 @@ BAD = {
     "negative variance": (changed("model/bn.running_var", -1e-9), "model/bn.running_var has negative values"),
     "negative samples": (changed("samples", -1), "samples has negative values"),
     "no samples": (changed("samples", 0), "it has no samples"),
+    "huge": (changed("model/conv.weight", -1.1e12), "model/conv.weight has values beyond 1e+12"),
+    "too many samples": (changed("samples", 13), "it says that it has 13 samples, and is known to have 12"),
+    "too few samples": (changed("samples", 1), "it says that it has 1 samples, and is known to have 12"),
+    "too few counted": (
+        upload() | {"report/counts": torch.tensor([3, 0, 4, 4, 0])},
+        "report/counts sums up to 11, and the client has 12 samples",
+    ),
+    "too many counted": (
+        changed("report/counts", 1),
+        "report/counts sums up to 13, and the client has 12 samples",
+    ),
+    "counts that wrap around": (
+        upload() | {"report/counts": torch.tensor([2**62, 2**62, 2**62, 2**62, 12])},
+        "report/counts has more than the 12 samples of the client",
+    ),
     "sparse": (
         upload() | {"model/bn.running_var": torch.ones(4).to_sparse()},
         "model/bn.running_var is not a dense tensor in memory",
@@ -87,7 +104,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad,reason", BAD.values(), ids=BAD)
 def test_problem_says_what_is_wrong(bad, reason):
-    assert wire.problem(bad, SCHEMA) == reason
+    assert wire.problem(bad, SCHEMA, samples=12) == reason
 
 
 names = st.sampled_from(sorted(SCHEMA))

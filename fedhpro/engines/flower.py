@@ -9,7 +9,8 @@ A request to a node is named tensors (what `Federation.sent` gives) and a Config
 of a message are one array, in the format of safetensors: Flower stores and fetches each array by itself, with several
 requests. A client is known by the partition id in its node's config; in a deployment its node's key must be the one
 that was registered for that client. It has said hello, with its version and a digest of config and tensors, before it
-is asked for anything else. Uploads are folded in the order of dispatch, whatever order they come in.
+is asked for anything else. A reply names the request that it answers, so that none of an earlier round is taken for it.
+Uploads are folded in the order of dispatch, whatever order they come in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -27,6 +29,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +52,7 @@ import torch  # noqa: E402
 from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict  # noqa: E402
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
+from google.protobuf.message import DecodeError  # noqa: E402
 
 from .. import wire  # noqa: E402
 from ..callbacks import Callback  # noqa: E402
@@ -72,6 +76,8 @@ POLLS = 0.05, 1.0  # seconds between two looks for replies: at first, and at mos
 ABOUT, TENSORS = "about", "tensors"  # the records of a message
 PACKED = "safetensors"  # the one array of TENSORS
 AHEAD = 8  # uploads that may wait in memory for one that is to be folded before them
+HEADER = 512  # bytes of a message besides the tensors' own: at most so many, and for each tensor
+MOST_SAMPLES = 10**9  # of a site
 FOLDING = 60.0, 1.0  # seconds, and more for each client, that replies which came in time stay with the SuperLink
 
 
@@ -89,13 +95,23 @@ def to_record(tensors: Tensors) -> ArrayRecord:
     return ArrayRecord({PACKED: Array("uint8", (len(data),), "safetensors", data)})
 
 
-def from_record(record: Mapping[str, Array]) -> Tensors:
-    """Tensors of their own. A hostile header cannot make them larger than what was received: safetensors sees to it."""
+def from_record(record: Mapping[str, Array], most: int | None = None) -> Tensors:
+    """Tensors of their own. Nothing is decoded of what is longer than `most` bytes, and a hostile header cannot make
+    tensors larger than what was received: safetensors sees to it.
+    """
     if not record:
         return {}
     if list(record) != [PACKED]:
         raise ValueError(f"they are not one array named {PACKED}")
-    return safetensors.torch.load(record[PACKED].data)
+    data = record[PACKED].data
+    if most is not None and len(data) > most:
+        raise ValueError(f"they are {len(data):,} bytes, and no more than {most:,} are expected")
+    return safetensors.torch.load(data)
+
+
+def most_bytes(schema: wire.Schema) -> int:
+    """That tensors of this form take in a message."""
+    return HEADER + sum(math.prod(shape) * dtype.itemsize + HEADER for shape, dtype in schema.values())
 
 
 def digest_of(federation: Federation) -> str:
@@ -136,6 +152,9 @@ class FlowerEngine:
         self.deadline = self.config.round_deadline or (SITES_DEADLINE if sites else float(DEFAULT_TTL))
         self.digest = digest_of(federation)
         self.text = shared_text(self.config)
+        self.session = uuid.uuid4().hex
+        self.held_out: dict[int, int] = {}  # client -> its samples for tests, where only it knows them
+        self.upload = wire.schema_of(wire.compress(federation.upload, self.config.compress))  # as it travels
         everybody = range(len(federation.clients))
         self.join(everybody, len(everybody))
         if len(self.nodes) < self.config.min_clients:
@@ -156,13 +175,13 @@ class FlowerEngine:
                 messages[k] = self.message("train", k, what, record)
         replies = self.ask(messages, self.deadline)
         for k in clients:
-            yield self.answer(k, next(replies)[1] if k in messages else None)
+            yield self.answer(round, k, next(replies)[1] if k in messages else None)
 
-    def answer(self, k: int, reply: Message | Exception | None) -> Answer:
+    def answer(self, round: int, k: int, reply: Message | Exception | None) -> Answer:
         try:
             if k not in self.nodes:
                 raise Refused(self.turned_away.get(k, "no node of this client is connected"))
-            about, tensors = self.read(k, reply)
+            about, tensors = self.read(reply, self.name_of("train", round), self.upload, k)
             schema = self.federation.schema
             tensors = {name: tensors[name] for name in schema if name in tensors} | tensors  # safetensors sorts names
             upload = wire.expand(tensors, self.config.compress, schema)
@@ -175,7 +194,9 @@ class FlowerEngine:
     def note_memory(self, k: int, about: Mapping[str, Any]) -> None:
         expected, found = self.federation.memories.generations.get(k, 0), about.get("recalled")
         if found != expected:
-            log.warning("client %d has lost what it kept of round %d and went on from round %s", k, expected, found)
+            log.warning(
+                "client %d has lost what it kept of round %d and went on from round %s", k, expected, _sentence(found)
+            )
 
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
         """Sets of the server here; a client's samples, and a client's model, where they are."""
@@ -184,9 +205,11 @@ class FlowerEngine:
         for test in tests:
             if test.owner is not None and test.owner in self.nodes:
                 remote.setdefault(test.owner, []).append(test)
-        record, messages = to_record(sent), {}
+        record, messages, round = to_record(sent), {}, self.federation.round + 1
+        heads, C = self.heads(sent) if remote else [], self.federation.source.num_classes
         for k, own in remote.items():
             what = {
+                "round": round,
                 "generation": self.federation.memories.generations.get(k, 0),
                 "tests": [test.name for test in own],
                 "private": [test.client is not None for test in own],
@@ -195,29 +218,43 @@ class FlowerEngine:
         found: dict[Test, Tensors] = {}
         for k, reply in self.ask(messages, self.deadline):
             try:
-                _, tensors = self.read(k, reply)
-                found |= self.confusions(remote[k], tensors, sent)
+                tables: wire.Schema = {
+                    f"{i}/{head}": ((C, C), torch.int64) for i in range(len(remote[k])) for head in heads
+                }
+                _, tensors = self.read(reply, self.name_of("evaluate", round), tables, k)
+                found |= self.confusions(remote[k], tensors, heads)
             except Refused as refused:
                 log.warning("client %d is not tested in this round: %s", k, refused)
         here = [test for test in tests if test.owner is None]
         found |= dict(zip(here, local.evaluate(here, sent, {}), strict=True))
         return [found.get(test, {}) for test in tests]
 
-    def confusions(self, tests: Sequence[Test], tensors: Tensors, sent: Tensors) -> dict[Test, Tensors]:
+    def confusions(self, tests: Sequence[Test], tensors: Tensors, heads: Sequence[str]) -> dict[Test, Tensors]:
         """The matrices and the loss of each test, checked: a client may leave a test out, but not invent one."""
-        C, heads = self.federation.source.num_classes, self.heads(sent)
-        for name, value in tensors.items():
-            if name.endswith(f"/{LOSS}"):
-                if value.shape != () or value.dtype != torch.float64 or value < 0:
-                    raise Refused(f"{name} is no loss")
-            elif value.shape != (C, C) or value.dtype != torch.int64 or bool((value < 0).any()):
-                raise Refused(f"{name} is no table of counts [{C}, {C}]")
-        found = {}
+        C, found = self.federation.source.num_classes, {}
         for i, test in enumerate(tests):
-            matrices = {head: tensors[f"{i}/{head}"] for head in heads if f"{i}/{head}" in tensors}
+            matrices = {head: tensors.pop(f"{i}/{head}") for head in heads if f"{i}/{head}" in tensors}
+            for head, value in matrices.items():
+                if head == LOSS:
+                    if value.shape != () or value.dtype != torch.float64 or not 0 <= float(value) < math.inf:
+                        raise Refused(f"{i}/{head} is no loss")
+                    continue
+                if value.shape != (C, C) or value.dtype != torch.int64 or bool((value < 0).any()):
+                    raise Refused(f"{i}/{head} is no table of counts [{C}, {C}]")
+                known = self.test_size(test)
+                if bool((value > known).any()) or int(value.sum()) != known:
+                    raise Refused(f"{i}/{head} is not of {known} samples")
             if len(matrices) == len(heads):
                 found[test] = matrices
+        if tensors:
+            raise Refused(f"{_sentence(min(tensors))} is not expected")
         return found
+
+    def test_size(self, test: Test) -> int:
+        if self.config.data == SITES:
+            assert test.owner is not None
+            return self.held_out[test.owner]
+        return len(self.federation.trainer.tests[test.name])
 
     def heads(self, sent: Tensors) -> list[str]:
         """The ways to predict, and LOSS, learnt from two blank samples."""
@@ -243,7 +280,7 @@ class FlowerEngine:
         self, kind: str, node: int, what: Record, seconds: float, tensors: ArrayRecord | None = None
     ) -> Message:
         memories = self.federation.memories
-        request = what | {"config": self.text}
+        request = what | {"config": self.text, "request": self.name_of(kind, what.get("round", 0))}
         if self.config.data == SITES:
             request["run"] = memories.run_id
         else:
@@ -277,11 +314,30 @@ class FlowerEngine:
         """Each reply by itself: one that cannot be unpacked must not take others with it."""
         try:
             return next(iter(self.grid.pull_messages([identifier])), None)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DecodeError) as error:
             return error
 
-    def read(self, k: int | None, reply: Message | Exception | None) -> tuple[Record, Tensors]:
-        """What a reply says, and its tensors; Refused, with the reason, where it cannot be used."""
+    def name_of(self, kind: str, round: int = 0) -> str:
+        """What a reply must say that it answers: an old one, of this or an earlier start of the server, does not."""
+        return f"{kind} {round} {self.session}"
+
+    def read(
+        self, reply: Message | Exception | None, request: str, schema: wire.Schema, k: int | None = None
+    ) -> tuple[Record, Tensors]:
+        """What a reply to a request says, and its tensors, no larger than those of the schema.
+
+        Refused, with the reason, where it cannot be used; k: by the client that was asked.
+        """
+        try:
+            return self._read(reply, request, schema, k)
+        except Refused:
+            raise
+        except Exception as error:  # of bytes that anybody may have written
+            raise Refused(f"its reply cannot be read: {_sentence(error)}") from None
+
+    def _read(
+        self, reply: Message | Exception | None, request: str, schema: wire.Schema, k: int | None
+    ) -> tuple[Record, Tensors]:
         if reply is None:
             raise Refused(f"no answer within {self.deadline:g} seconds")
         if isinstance(reply, Exception):
@@ -297,14 +353,16 @@ class FlowerEngine:
             raise Refused(_sentence(about["error"]))
         if about.get("digest") != self.digest:
             raise Refused("it has another model or config than this run")
+        if about.get("request") != request:
+            raise Refused(f"it answers another request: {_sentence(about.get('request'))}")
         if k is not None and about.get("client") != k:
             raise Refused(f"it answers as client {_sentence(about.get('client'))}")
         tensors = reply.content.get(TENSORS)
         if not isinstance(tensors, ArrayRecord):
             raise Refused("its reply has no tensors")
         try:
-            return dict(about), from_record(tensors)
-        except Exception as error:  # of bytes that anybody may have written
+            return dict(about), from_record(tensors, most_bytes(schema))
+        except Exception as error:
             raise Refused(f"its tensors cannot be decoded: {_sentence(error)}") from None
 
     # who is there
@@ -336,26 +394,28 @@ class FlowerEngine:
         try:
             if isinstance(reply, Message) and reply.has_content() and ABOUT in reply.content.config_records:
                 k = reply.content.config_records[ABOUT].get("client")  # also of a node that cannot stay
-            about, _ = self.read(None, reply)
+            about, _ = self.read(reply, self.name_of("query"), {})
             self.welcome(node, k, about)
         except Refused as refused:
             log.warning("node %d (client %s) is turned away: %s", node, k, refused)
             client = k if self.registered is None else self.registered.get(node)
-            if isinstance(client, int) and client not in self.nodes:
+            if type(client) is int and client < len(self.federation.clients) and client not in self.nodes:
                 self.turned_away[client] = str(refused)
 
     def welcome(self, node: int, k: Any, about: Mapping[str, Any]) -> None:
         count = len(self.federation.clients)
-        if not isinstance(k, int) or not 0 <= k < count:
+        if type(k) is not int or not 0 <= k < count:
             raise Refused(f"it says that it is client {_sentence(k)}, and they are 0 to {count - 1}")
         if self.registered is not None and self.registered.get(node) != k:
             raise Refused(f"it says that it is client {k}, but its key was registered for another, or not yet")
         if k in self.nodes:
             raise Refused(f"client {k} is there already, as node {self.nodes[k]}")
-        samples = about.get("samples")
-        if not isinstance(samples, int) or samples < 1:
+        samples, held_out = about.get("samples"), about.get("held_out")
+        if type(samples) is not int or not 1 <= samples <= MOST_SAMPLES:
             raise Refused("it has no samples to train on")
-        self.nodes[k] = node
+        if type(held_out) is not int or not 0 <= held_out <= MOST_SAMPLES:
+            raise Refused("it does not say how many samples it holds out")
+        self.nodes[k], self.held_out[k] = node, held_out
         self.turned_away.pop(k, None)
         if self.config.data == SITES:
             self.federation.sizes[k] = samples
@@ -363,7 +423,7 @@ class FlowerEngine:
 
 def _sentence(what: object) -> str:
     """The first words of what somebody sent, on one line."""
-    return " ".join(str(what).split())[:200]
+    return " ".join(str(what)[:1000].split())[:200]
 
 
 class Simulation(FlowerEngine):
@@ -567,6 +627,7 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
     try:
         about["client"] = k = client_of(context.node_config)
         request = message.content.config_records[ABOUT]
+        about["request"] = str(request["request"])
         with one_thread():
             text = str(request["config"])
             if "data" in context.node_config and tomllib.loads(text).get("data") != SITES:
@@ -600,9 +661,9 @@ def _may_leave(error: Exception, private: bool) -> str:
 def hello(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    privacy = site.federation.privacy
+    client, privacy = site.federation.clients[k], site.federation.privacy
     withheld = privacy is not None and privacy.where == "local"
-    return {"samples": 1 if withheld else len(site.federation.clients[k].train)}, {}
+    return {"samples": 1 if withheld else len(client.train), "held_out": len(client.held_out)}, {}
 
 
 @client_app.train()

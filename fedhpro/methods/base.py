@@ -69,6 +69,11 @@ class Method:
         if "name" in cls.__dict__:
             METHODS[cls.name] = cls
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether what clients report as counts by class is of all their samples."""
+        return True
+
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         """Before round 1: what the server keeps besides the model. Names that start with "log/" go to the metrics."""
         return {}

@@ -42,6 +42,10 @@ class FedHProVariants(FedHProGlobal):
     def matches(self) -> bool:
         return super().matches or self.retrain_classifier  # which needs the clients' gradients too
 
+    @property
+    def counts_all(self) -> bool:
+        return not self.gradient_samples
+
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         state = super().server_state(net, rng)
         if self.hpal_warmup:
