@@ -219,7 +219,7 @@ class Federation:
     def problem(self, client: int, upload: Tensors) -> str | None:
         """Why that upload cannot be used, or None."""
         if self.privacy is not None and self.privacy.where == "local":  # how many samples it has is withheld
-            return wire.problem(upload, self.schema, 1, False)
+            return wire.problem(upload, self.schema)
         return wire.problem(upload, self.schema, self.sizes[client], self.method.counts_all)
 
     def sample(self, number: int) -> list[int]:

@@ -182,11 +182,13 @@ def non_negative(model: Tensors) -> Tensors:
 
 
 def withheld(upload: Tensors) -> Tensors:
-    """An upload of the same form that says nothing: who holds what, how many samples, the losses."""
-    return {
+    """An upload of the same form that says nothing: one sample of every class, no losses."""
+    blank = {
         name: torch.zeros_like(value) if value.is_floating_point() else torch.ones_like(value)
         for name, value in upload.items()
     }
+    most = max([1, *(int(value.sum()) for value in held(blank).values())])
+    return blank | {"samples": torch.full_like(upload["samples"], most)}
 
 
 def held(upload: Tensors) -> Tensors:

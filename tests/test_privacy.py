@@ -99,7 +99,7 @@ def test_with_local_noise_nothing_leaves_that_is_not_clipped_and_noised():
     assert sent.keys() == UPLOAD.keys() and all(torch.equal(UPLOAD[name], kept[name]) for name in kept)
     assert (sent["model/weight"] - 1).norm() == pytest.approx(2.0, rel=1e-3)  # clip
     assert sent["report/means"].norm() == pytest.approx(0.5, rel=1e-3)  # clip_report
-    assert sent["report/counts"].tolist() == [1, 1, 1, 1] and sent["samples"] == 1 and sent["loss/ce"] == 0
+    assert sent["report/counts"].tolist() == [1, 1, 1, 1] and sent["samples"] == 4 and sent["loss/ce"] == 0
     sent = privacy("local", noise=10.0).leave(3, 1, dict(UPLOAD), RECEIVED)
     assert (sent["model/weight"] - 1).std() == pytest.approx(10 * math.sqrt(2) * 2.0, rel=0.05)  # two groups
     assert sent["report/means"].std() == pytest.approx(10 * math.sqrt(2) * 0.5, rel=0.05)
