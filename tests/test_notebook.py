@@ -30,7 +30,7 @@ def test_its_cells_run(cells):
     for cell in cells:
         found = executed("".join(cell["source"]), names)
         if "keys" in names:
-            names["keys"] |= TINY | {"rounds": 1, "local_steps": 1, "evaluate_every": 9}
+            names["keys"] |= TINY | {"rounds": 1, "local_steps": 1, "clients_per_domain": 1, "samples_per_client": 20}
         picture = getattr(found, "_repr_png_", None)
         kinds |= {"picture"} if picture and picture().startswith(b"\x89PNG") else {type(found).__name__}
     assert {"picture", "DataFrame", "list", "dict"} <= kinds

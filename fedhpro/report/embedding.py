@@ -111,23 +111,26 @@ def draw_embedding(group: Group, several: bool) -> Markup:
 
 def figure_of(found: Embedding) -> Picture:
     """The same as a matplotlib figure."""
+    from matplotlib.patheffects import withStroke
+
     from .curves import COLOURS
     from .picture import Picture
 
     picture = Picture(figsize=(6.4, 6.0), layout="constrained")
     axes = picture.subplots()
-    shapes = {"sample": (".", 30), "hyper": ("^", 50), "prototype": ("D", 70)}
-    for kind, (marker, size) in shapes.items():
-        rows = np.array([other == kind for other in found.kinds])
-        colours = [COLOURS[c % len(COLOURS)] for c in found.labels[rows]]
-        edge = "none" if kind == "sample" else "white"
-        x, y = found.points[rows].T
-        axes.scatter(x, y, s=size, c=colours, marker=marker, edgecolors=edge, label=kind)
+    shapes = {"sample": ("osP", 12), "hyper": ("^^^", 50), "prototype": ("DDD", 150)}
+    turns = found.labels // len(COLOURS) % 3  # a colour that comes again has another shape
+    for kind, (markers, size) in shapes.items():
+        for turn, marker in enumerate(markers):
+            rows = np.array([other == kind for other in found.kinds]) & (turns == turn)
+            colours = [COLOURS[c % len(COLOURS)] for c in found.labels[rows]]
+            edge = "none" if kind == "sample" else "white"
+            x, y = found.points[rows].T
+            axes.scatter(x, y, s=size, c=colours, marker=marker, edgecolors=edge)
     for (x, y), c, kind in zip(found.points, found.labels, found.kinds, strict=True):
         if kind == "prototype":
-            axes.annotate(
-                found.classes[c], (x, y), ha="center", va="center", fontsize=9, weight="bold", parse_math=False
-            )
+            name = axes.text(x, y, found.classes[c], color="white", ha="center", va="center", parse_math=False)
+            name.set_path_effects([withStroke(linewidth=2, foreground="black")])  # to be read on any colour
     axes.set_axis_off()
     axes.set_title(found.about, fontsize=8, wrap=True, parse_math=False)
     return picture
