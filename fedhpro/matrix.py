@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from .config import Config, available_cores
+from .config import Config, available_cores, configure
 from .errors import ConfigError, UserError
 from .runs import OF_NO_CONSEQUENCE, load_result, run_or_resume
 
@@ -24,9 +24,11 @@ Say = Callable[[Config, str], None]  # "finished", "interrupted", or a sentence 
 
 
 def fingerprint(config: Config) -> str:
-    """The same for two configs whose runs have the same numbers."""
-    keys = {name: value for name, value in config.flat().items() if name not in OF_NO_CONSEQUENCE | {"out"}}
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:12]
+    """The same for two configs whose runs have the same numbers, also where a later version has more keys."""
+    usual = configure(method=config.method, data=config.data).flat()
+    keys = {name: value for name, value in config.flat().items() if value != usual[name] or name in ("method", "data")}
+    told = {name: value for name, value in keys.items() if name not in OF_NO_CONSEQUENCE | {"out"}}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def placed(config: Config, store: Path) -> Config:
@@ -98,6 +100,7 @@ def _in_process(config: Config, answer: Connection) -> None:
     )  # Ctrl-C reaches all processes of a terminal: the first one passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
     answer.send(_outcome(config))
 
 

@@ -119,9 +119,9 @@ def load(name: str) -> Experiment:
 # --quick: the same table on embedded data, with what remains of a setting after its sizes are gone
 
 STAND_INS: dict[str, Keys] = {
-    "image": {"data": "digits-lite", "rounds": 8, "local_steps": 6, "evaluate_every": 2, "batch_size": 32}
+    "image": {"data": "digits-lite", "rounds": 6, "local_steps": 6, "evaluate_every": 2, "batch_size": 32}
     | {"model": "resnet10", "width": 16, "stem": "7x7", "lr": 0.03},
-    "text": {"data": "docs-lite", "rounds": 5, "local_steps": 3, "batch_size": 32, "model": "textcnn"}
+    "text": {"data": "docs-lite", "rounds": 4, "local_steps": 3, "batch_size": 32, "model": "textcnn"}
     | {"optimizer": "adam", "lr": 0.01},
 }
 SIZES: dict[str, Keys] = {
