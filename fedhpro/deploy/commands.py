@@ -29,7 +29,7 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 def register_commands(app: typer.Typer) -> None:
-    for command in (init, serve, register, run, status, log, stop, audit, add, revoke, renew):
+    for command in (init, serve, node, register, run, status, log, stop, audit, add, revoke, renew):
         app.command()(command)
 
 
@@ -68,6 +68,22 @@ def serve(
         if not (folder / name).is_file():
             raise DeployError(f"{folder} is not the server folder of a deployment: it has no {name}")
     gate.serve(folder.resolve(), host, port)
+
+
+def node(
+    folder: Annotated[Path, typer.Argument(help="The site's folder.")],
+    superlink: Annotated[str, typer.Option(help="Address of the server, with port.")],
+    partition: Annotated[int, typer.Option(help="Which client it is, from 0.")],
+    data: Annotated[str, typer.Option(help="folder:/path, csv:/path or python:module:function.")] = "",
+    memory: Annotated[Path, typer.Option(help="For what it remembers between rounds.")] = Path("memory"),
+    port: Annotated[int, typer.Option(help="A free port of this machine, for its own processes.")] = 9094,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys.")] = False,
+) -> None:
+    """Run the SuperNode of a site (its start.sh calls this)."""
+    needs_flower()
+    from . import node
+
+    node.run(folder.resolve(), superlink, partition, data, memory.absolute(), port, insecure)
 
 
 def register(

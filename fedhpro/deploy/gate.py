@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import importlib
 import ipaddress
@@ -26,7 +27,8 @@ import os
 import ssl
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +268,35 @@ def serve(folder: Path, host: str, port: int) -> None:
     assert settings.ssl is not None
     gate.refresh = renewal(settings.ssl, certificate, key)
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
-    executor = subprocess.Popen(
-        [
-            "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
-            "--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid()),
-        ]
-    )  # fmt: skip
-    try:
+    executor = [
+        "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
+        "--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+    with kept_running(executor):
         uvicorn.Server(settings).run()
+
+
+@contextlib.contextmanager
+def kept_running(command: Sequence[str]) -> Iterator[None]:
+    """A program beside this one; started again where it ends by itself, as Flower's does after one failed handshake."""
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.is_set():
+            process = subprocess.Popen(command)
+            while process.poll() is None and not over.wait(0.2):
+                pass
+            if over.is_set():
+                process.terminate()
+                process.wait()
+            else:
+                log.warning("%s has ended and is started again", command[0])
+                over.wait(1)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        yield
     finally:
-        executor.terminate()
-        executor.wait()
+        over.set()
+        thread.join()
