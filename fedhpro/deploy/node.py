@@ -1,9 +1,11 @@
 """The node of a site: Flower's SuperNode and the process that trains, made to last.
 
-In two things it is other than stock Flower 1.41:
+In three things it is other than stock Flower 1.41:
 
 - A stock SuperNode stops asking for work, while its process stays, as soon as TLS fails once: a server that was paused,
   killed within a handshake, or had an expired certificate has lost it for good. Here it tries until it is stopped.
+- One that was killed and started again is refused, and ends, as long as the server believes it online: a minute. One
+  whose key is not registered ends too. Here both wait.
 - Flower starts Python for every message, which then imports torch. Here that process is a fork of one that has.
 """
 
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 
 import httpx
 from flwr.supercore.constant import TaskType
+from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
@@ -33,6 +36,10 @@ from .folder import DeployError
 log = logging.getLogger("flwr")
 HERE = "127.0.0.1"
 SECRET = "runtime.secret"
+NOT_YET = (
+    "The server does not let this node in yet: the operator has not registered its key, or it was killed less than a "
+    "minute ago"
+)
 
 
 def run(folder: Path, superlink: str, partition: int, data: str, memory: Path, port: int, insecure: bool) -> NoReturn:
@@ -99,7 +106,7 @@ def patient_retries() -> RetryInvoker:
         return not may_pass(error) and gives_up is not None and gives_up(error)
 
     def say(state: Any) -> None:
-        log.warning("The server cannot be reached: %s", state.exception)
+        log.warning(NOT_YET if is_not_active(state.exception) else f"The server cannot be reached: {state.exception}")
         if backs_off is not None:
             backs_off(state)
 
@@ -109,8 +116,16 @@ def patient_retries() -> RetryInvoker:
 
 def may_pass(error: Exception) -> bool:
     if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code >= 500
+        return error.response.status_code >= 500 or is_not_active(error)
     return isinstance(error, httpx.TransportError)
+
+
+def is_not_active(error: Exception | None) -> bool:
+    """Whether the server knows no node of this key, or one that it believes online."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return False
+    found = FlowerError.from_json(error.response.text)
+    return found is not None and found.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
 
 
 class Heartbeat(HeartbeatSender):
