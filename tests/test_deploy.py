@@ -608,15 +608,23 @@ def test_nodes_refuse_code_that_a_broken_server_sends(loopback, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_renewed_certificate_is_taken_up_while_running(loopback):
+def test_a_renewed_certificate_is_taken_up_while_running_also_after_it_expired(loopback, monkeypatch):
     deployment = loopback.deployment
 
-    def serial():
+    def shows_the_new_one():
         pem = ssl.get_server_certificate(("127.0.0.1", deployment.port))
-        return re.sub(r"\s", "", pem)
+        return pem.split() == (deployment.server / "server.crt").read_text().split()
 
-    before = serial()
+    log = loopback.start_node(deployment.nodes[0])
+    loopback.processes.wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "registered"})
+    with monkeypatch.context() as short:
+        short.setattr(pki, "CERTIFICATE_DAYS", 1 / 86400)
+        deployment.renew()
+    loopback.processes.wait_for(shows_the_new_one)
+    has_said(log, "certificate has expired")
+    with pytest.raises(folder.DeployError, match="a certificate has expired: `fedhpro deploy renew"):
+        loopback.states()
     deployment.renew()
-    assert loopback.states() == {"node-1": "registered", "node-2": "registered"}  # with the new operator certificate
-    assert serial() != before
-    assert serial() == re.sub(r"\s", "", (deployment.server / "server.crt").read_text())
+    loopback.processes.wait_for(shows_the_new_one)
+    has_said(log, "Connection successful")
+    assert loopback.states() == {"node-1": "online", "node-2": "registered"}

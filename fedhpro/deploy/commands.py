@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,6 +68,7 @@ def serve(
     for name in ("server.crt", "server.key", "ca.crt", "operator.crt", "signer.pub", "runtime.secret"):
         if not (folder / name).is_file():
             raise DeployError(f"{folder} is not the server folder of a deployment: it has no {name}")
+    _check_port(host, port, "PORT in server.conf")
     gate.serve(folder.resolve(), host, port)
 
 
@@ -83,6 +85,7 @@ def node(
     needs_flower()
     from . import node
 
+    _check_port(node.HERE, port, "RUNTIME_PORT in site.conf")
     node.run(folder.resolve(), superlink, partition, data, memory.absolute(), port, insecure)
 
 
@@ -227,6 +230,16 @@ def _control(folder: Path) -> Control:
     from .control import Control
 
     return Control(Deployment.open(folder))
+
+
+def _check_port(host: str, port: int, setting: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise DeployError(f"{host} port {port} cannot be used: {error.strerror}; see {setting}") from None
 
 
 def _print(text: str) -> None:

@@ -61,13 +61,11 @@ class Gate:
 
     def __init__(self, app: Application, folder: Path) -> None:
         self.app, self.folder = app, folder
-        self.refresh: Callable[[], None] = lambda: None
         (folder / "signatures").mkdir(mode=0o700, exist_ok=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        self.refresh()
         try:
             if scope["type"] != "http":
                 raise Refused("only HTTP is spoken here", 404)
@@ -222,11 +220,11 @@ def tls(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[], None]:
-    """New connections see a renewed certificate without a restart."""
+def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[], Awaitable[None]]:
+    """New connections see a renewed certificate without a restart; also after it expired, when no request comes in."""
     seen = [certificate.stat().st_mtime_ns]
 
-    def refresh() -> None:
+    async def refresh() -> None:
         if (now := certificate.stat().st_mtime_ns) != seen[0]:
             seen[0] = now
             try:
@@ -266,7 +264,7 @@ def serve(folder: Path, host: str, port: int) -> None:
     )  # fmt: skip
     settings.load()
     assert settings.ssl is not None
-    gate.refresh = renewal(settings.ssl, certificate, key)
+    settings.callback_notify, settings.timeout_notify = renewal(settings.ssl, certificate, key), 1
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
     executor = [
         "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
