@@ -2,10 +2,12 @@
 
 import asyncio
 import base64
+import configparser
 import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import ssl
 import subprocess
@@ -44,6 +46,7 @@ clientapp = "counting.app:client"
 keys = ""
 """
 COUNTING = """\
+import time
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -199,6 +202,30 @@ def test_renew_add_and_revoke_change_what_they_say(federation):
     assert list(json.loads((federation.server / "revoked.json").read_text()).values()) == ["node-2"]
     with pytest.raises(folder.DeployError, match="revoked already"):
         found.revoke("node-2")
+
+
+def test_systemd_accepts_the_units_which_start_what_is_there_and_may_write_nowhere_else(federation, tmp_path):
+    sites = [(federation.site(node), "fedhpro-supernode.service", node.name) for node in federation.nodes]
+    for path, name, place in [(federation.server, "fedhpro-superlink.service", "server"), *sites]:
+        place, unit = f"/opt/fedhpro/{place}", configparser.ConfigParser(interpolation=None, strict=False)
+        unit.optionxform = str
+        unit.read(path / name)
+        service = unit["Service"]
+        assert service["ExecStart"] == f"{place}/start.sh" and (path / "start.sh").stat().st_mode & 0o100
+        assert service["User"] == "fedhpro" and service["ReadWritePaths"] == place and service["UMask"] == "0077"
+        assert service["Restart"] == "always" and unit["Install"]["WantedBy"] == "multi-user.target"
+        hardening = {
+            "NoNewPrivileges": "yes",
+            "ProtectSystem": "strict",
+            "ProtectHome": "read-only",
+            "PrivateTmp": "yes",
+        }
+        assert hardening.items() <= dict(service).items()
+        if shutil.which("systemd-analyze"):
+            here = tmp_path / name
+            here.write_text((path / name).read_text().replace(place, str(path)))
+            done = subprocess.run(["systemd-analyze", "verify", "--man=no", here], capture_output=True, text=True)
+            assert done.returncode == 0 and name not in done.stderr, done.stderr
 
 
 def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
@@ -591,6 +618,19 @@ def test_unregistered_keys_and_plaintext_are_refused(loopback):
     loopback.processes.ends("plain")
     assert "SuperNode ID" not in plain.read_text()
     assert loopback.states() == {"node-1": "registered", "node-2": "registered", "node-3": "not registered"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--insecure"], ["--host", "::1"]], ids=["insecure", "IPv6"])
+def test_other_ways_to_connect_lead_to_a_run_too(options, tmp_path, small_app, processes, capsys):
+    port, name = free_port(), tmp_path / "fed"
+    code, _, error = call(capsys, "deploy", "init", name, "--port", port, "classes=a,b", *options)
+    assert code == 0, error
+    made = folder.Deployment.open(name)
+    assert made.address == f"{'127.0.0.1' if made.insecure else '[::1]'}:{port}"
+    Loopback(made, processes).start_nodes()
+    code, text, error = call(capsys, "deploy", "run", name, "--follow")
+    assert code == 0 and "sum 2 [9.0]" in text, text + error
 
 
 @pytest.mark.slow
