@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 # torch threads of the test processes must not fight over the cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-all lint bench setup clean
+.PHONY: run test test-slow test-all lint bench setup clean
 
 run: setup
 	$(BIN)/fedhpro run
 
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -n 2 -m slow -rs
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2

@@ -68,3 +68,13 @@ def tiny(train: int = 60) -> Source:
         for name, seed, bright in (("dark", 1, 0), ("light", 11, 40))
     )
     return Source("tiny", domains, ("a", "b", "c", "d"), {"dark": (2, 12), "light": (1, 20)}, crop=1)
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """Programs of a test that are stopped with it, also where it fails."""
+    from loopback import Processes
+
+    running = Processes(tmp_path)
+    yield running
+    running.close()

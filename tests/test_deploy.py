@@ -2,18 +2,17 @@
 
 import asyncio
 import base64
-import contextlib
+import configparser
 import hashlib
 import json
 import os
 import re
-import signal
+import shutil
 import socket
 import ssl
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,10 @@ from fedhpro.deploy import commands, folder
 from fedhpro.files import write_atomically
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pki = pytest.importorskip("fedhpro.deploy.pki", reason="cryptography is not installed")
-from fedhpro.deploy import control, gate, status  # noqa: E402
+from loopback import Loopback, free_port, has_said, wait_for
+
+from fedhpro.deploy import control, gate, pki, status
+from fedhpro.deploy import node as supernode
 
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern.*:DeprecationWarning")  # in flwr
 
@@ -204,6 +205,30 @@ def test_renew_add_and_revoke_change_what_they_say(federation):
         found.revoke("node-2")
 
 
+def test_systemd_accepts_the_units_which_start_what_is_there_and_may_write_nowhere_else(federation, tmp_path):
+    sites = [(federation.site(node), "fedhpro-supernode.service", node.name) for node in federation.nodes]
+    for path, name, place in [(federation.server, "fedhpro-superlink.service", "server"), *sites]:
+        place, unit = f"/opt/fedhpro/{place}", configparser.ConfigParser(interpolation=None, strict=False)
+        unit.optionxform = str
+        unit.read(path / name)
+        service = unit["Service"]
+        assert service["ExecStart"] == f"{place}/start.sh" and (path / "start.sh").stat().st_mode & 0o100
+        assert service["User"] == "fedhpro" and service["ReadWritePaths"] == place and service["UMask"] == "0077"
+        assert service["Restart"] == "always" and unit["Install"]["WantedBy"] == "multi-user.target"
+        hardening = {
+            "NoNewPrivileges": "yes",
+            "ProtectSystem": "strict",
+            "ProtectHome": "read-only",
+            "PrivateTmp": "yes",
+        }
+        assert hardening.items() <= dict(service).items()
+        if shutil.which("systemd-analyze"):
+            here = tmp_path / name
+            here.write_text((path / name).read_text().replace(place, str(path)))
+            done = subprocess.run(["systemd-analyze", "verify", "--man=no", here], capture_output=True, text=True)
+            assert done.returncode == 0 and name not in done.stderr, done.stderr
+
+
 def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
     code, text, error = call(capsys, "deploy", "init", tmp_path / "open", "--nodes", 2, "--insecure", "classes=a,b")
     assert code == 0 and "WARNING" in error and "run code on every node" in error
@@ -298,6 +323,73 @@ def test_audit_lists_what_leaves_and_what_comes(capsys, federation):
     assert code == 0 and "leaves a site" in text and "comes to a site" in text
     assert re.search(r"evaluation/head +3 x 3 +int64 +72", text)  # how many of which class were taken for which
     assert re.search(r"model/classifier.weight +3 x 128 +float16 +768", text)
+
+
+# The node, without a server
+
+
+def test_data_and_port_of_a_site_are_looked_at_before_it_connects(capsys, tmp_path):
+    def refusal(*options):
+        required = ["--superlink", "127.0.0.1:1", "--partition", 0, "--memory", tmp_path / "memory"]
+        code, _, error = call(capsys, "deploy", "node", tmp_path, *required, *options)
+        assert code == 2 and error.startswith("fedhpro: ") and error.count("\n") == 1
+        return error
+
+    assert "there is no such folder" in refusal("--data", f"folder:{tmp_path / 'missing'}")
+    assert "there is no such file" in refusal("--data", f"csv:{tmp_path}")
+    assert "write folder:/path" in refusal("--data", str(tmp_path))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert "RUNTIME_PORT" in refusal("--port", other.getsockname()[1])
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_node_tries_again_what_may_pass_and_nothing_else(monkeypatch):
+    import httpx
+
+    def answer(status, **content):
+        request = httpx.Request("POST", "https://127.0.0.1")
+        response = httpx.Response(status, request=request, json=content)
+        return httpx.HTTPStatusError("", request=request, response=response)
+
+    passing = [httpx.ConnectTimeout("_ssl.c:989: The handshake operation timed out"), answer(500), answer(503)]
+    passing += [httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate has expired")]
+    passing += [answer(412, code=2004, detail="Failed to activate SuperNode.")]
+    for error in [*passing, answer(412)]:
+        troubles, invoker = [error], supernode.patient_retries()
+        invoker.wait_function = lambda seconds: None
+        request = lambda troubles=troubles: "done" if not troubles else raises(troubles.pop())  # noqa: E731
+        if error in passing:
+            assert invoker.invoke(request) == "done"
+        else:
+            with pytest.raises(httpx.HTTPStatusError):
+                invoker.invoke(request)
+
+
+def raises(error):
+    raise error
+
+
+def test_a_nodes_heartbeat_outlives_an_error():
+    beats = iter([RuntimeError("not known"), True])
+
+    def beat():
+        found = next(beats)
+        return found if found is True else raises(found)
+
+    heart = supernode.Heartbeat(beat)
+    assert [heart.heartbeat_fn(), heart.heartbeat_fn()] == [False, True]
+
+
+def test_a_program_beside_the_server_is_started_again_and_ends_with_it(tmp_path):
+    starts = tmp_path / "starts"
+    command = ["bash", "-c", f"echo $$ >> {starts}; [ $(wc -l < {starts}) = 1 ] || exec sleep 60"]
+    with gate.kept_running(command):
+        wait_for(lambda: starts.exists() and starts.read_text().count("\n") == 2, 20)
+    for pid in starts.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
 
 
 # The gate, without Flower behind it
@@ -447,117 +539,6 @@ def test_over_real_tls_only_the_operators_certificate_opens_control(federation, 
 # A real federation on loopback
 
 
-class Processes:
-    """Starts programs with an environment that marks them and their children, and stops them all."""
-
-    def __init__(self, path):
-        self.path, self.started = path, {}
-        bin_folder = Path(sys.executable).parent
-        package = Path(cli.__file__).parents[1]
-        self.environment = os.environ | {
-            "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1",
-            "FEDHPRO_TEST": str(path),
-        }  # fmt: skip
-
-    def start(self, name, *command, **environment):
-        log = self.path / f"{name}.log"
-        with log.open("ab") as file:
-            self.started[name] = subprocess.Popen(
-                [str(part) for part in command], stdout=file, stderr=file, start_new_session=True,
-                env=self.environment | {key: str(value) for key, value in environment.items()},
-            )  # fmt: skip
-        return log
-
-    def ends(self, name, seconds=60):
-        """Wait until a program has stopped by itself; its helpers are stopped with it."""
-        wait_for(lambda: self.started[name].poll() is not None, seconds)
-        self.stop(name)
-
-    def stop(self, name, kind=signal.SIGTERM):
-        process = self.started.pop(name)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, kind)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(5)
-
-    def close(self):
-        for name in list(self.started):
-            self.stop(name)
-        with contextlib.suppress(TimeoutError):
-            wait_for(lambda: not self.left_over(), 15)
-        for pid in (left := self.left_over()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        assert not left, f"processes were left over: {left}"
-
-    def left_over(self):
-        mark, found = f"FEDHPRO_TEST={self.path}".encode(), []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
-
-
-@pytest.fixture
-def processes(tmp_path):
-    running = Processes(tmp_path)
-    yield running
-    running.close()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_for(condition, seconds):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError
-        time.sleep(0.1)
-    return found
-
-
-def has_said(log, words, seconds=60):
-    """Wait for words in a log; fail with the log where they do not come."""
-    try:
-        wait_for(lambda: words in log.read_text(errors="replace"), seconds)
-    except TimeoutError:
-        pytest.fail(f"{words!r} is not in {log.name}:\n{log.read_text(errors='replace')[-3000:]}")
-
-
-class Loopback:
-    """A deployment with its server running and its nodes registered."""
-
-    def __init__(self, deployment, processes):
-        self.deployment, self.processes = deployment, processes
-        processes.start("server", deployment.server / "start.sh")
-        self.wait_for_server()
-        with control.Control(deployment) as operator:
-            assert operator.register() == [node.name for node in deployment.nodes]
-
-    def wait_for_server(self):
-        def answers():
-            with contextlib.suppress(folder.DeployError), control.Control(self.deployment) as operator:
-                return operator.nodes()
-
-        wait_for(answers, 90)
-
-    def start_node(self, node):
-        site = self.deployment.site(node)
-        return self.processes.start(node.name, site / "start.sh", RUNTIME_PORT=free_port())
-
-    def states(self):
-        with control.Control(folder.Deployment.open(self.deployment.path)) as operator:
-            return {node.name: node.status for node in operator.nodes()}
-
-
 @pytest.fixture
 def loopback(tmp_path, small_app, processes):
     deployment = folder.Deployment.create(tmp_path / "fed", configure(), 2, port=free_port())
@@ -567,8 +548,7 @@ def loopback(tmp_path, small_app, processes):
 @pytest.mark.slow
 def test_two_authenticated_nodes_complete_rounds_over_tls_and_one_is_revoked(loopback, capsys):
     deployment, server = loopback.deployment, loopback.processes.path / "server.log"
-    logs = [loopback.start_node(node) for node in deployment.nodes]
-    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    logs = loopback.start_nodes()
     code, text, error = call(capsys, "deploy", "run", deployment.path, "--follow")
     assert code == 0, text + error
     assert "errors 1 []" in text and "sum 1 [3.0]" in text and "sum 2 [9.0]" in text
@@ -631,7 +611,7 @@ def test_a_site_can_neither_submit_nor_register_nor_list(loopback, tmp_path):
 def test_unregistered_keys_and_plaintext_are_refused(loopback):
     deployment = loopback.deployment
     [late] = deployment.add_nodes()  # never registered
-    has_said(loopback.start_node(late), "Failed to initialize the connection")
+    has_said(loopback.start_node(late), "the operator has not registered its key")
     plain = loopback.processes.start(
         "plain", "flower-supernode", "--insecure", "--superlink", deployment.address, "--port", free_port(),
         "--max-retries", 1, FLWR_HOME=deployment.path / "plain", FLWR_TELEMETRY_ENABLED=0, FLWR_DISABLE_UPDATE_CHECK=1,
@@ -642,14 +622,26 @@ def test_unregistered_keys_and_plaintext_are_refused(loopback):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [["--insecure"], ["--host", "::1"]], ids=["insecure", "IPv6"])
+def test_other_ways_to_connect_lead_to_a_run_too(options, tmp_path, small_app, processes, capsys):
+    port, name = free_port(), tmp_path / "fed"
+    code, _, error = call(capsys, "deploy", "init", name, "--port", port, "classes=a,b", *options)
+    assert code == 0, error
+    made = folder.Deployment.open(name)
+    assert made.address == f"{'127.0.0.1' if made.insecure else '[::1]'}:{port}"
+    Loopback(made, processes).start_nodes()
+    code, text, error = call(capsys, "deploy", "run", name, "--follow")
+    assert code == 0 and "sum 2 [9.0]" in text, text + error
+
+
+@pytest.mark.slow
 def test_nodes_refuse_code_that_a_broken_server_sends(loopback, tmp_path, capsys):
     """Whoever has the whole server folder, and even the operator's certificate, but not the signing key."""
     deployment = loopback.deployment
-    logs = [loopback.start_node(node) for node in deployment.nodes]
     pki.create_signer(tmp_path / "thief", tmp_path / "thief.pub")
     write_atomically(deployment.server / "signer.pub", (tmp_path / "thief.pub").read_bytes())
     os.replace(tmp_path / "thief", deployment.operator / "signer")
-    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
+    logs = loopback.start_nodes()
     _, text, _ = call(capsys, "deploy", "run", deployment.path, "--follow")
     assert text.count("The FAB could not be verified.") == 4 and "sum 2 [0.0]" in text  # two nodes, two rounds
     for log in logs:
@@ -657,59 +649,23 @@ def test_nodes_refuse_code_that_a_broken_server_sends(loopback, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_renewed_certificate_is_taken_up_while_running(loopback):
+def test_a_renewed_certificate_is_taken_up_while_running_also_after_it_expired(loopback, monkeypatch):
     deployment = loopback.deployment
 
-    def serial():
+    def shows_the_new_one():
         pem = ssl.get_server_certificate(("127.0.0.1", deployment.port))
-        return re.sub(r"\s", "", pem)
+        return pem.split() == (deployment.server / "server.crt").read_text().split()
 
-    before = serial()
+    log = loopback.start_node(deployment.nodes[0])
+    loopback.processes.wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "registered"})
+    with monkeypatch.context() as short:
+        short.setattr(pki, "CERTIFICATE_DAYS", 1 / 86400)
+        deployment.renew()
+    loopback.processes.wait_for(shows_the_new_one)
+    has_said(log, "certificate has expired")
+    with pytest.raises(folder.DeployError, match="a certificate has expired: `fedhpro deploy renew"):
+        loopback.states()
     deployment.renew()
-    assert loopback.states() == {"node-1": "registered", "node-2": "registered"}  # with the new operator certificate
-    assert serial() != before
-    assert serial() == re.sub(r"\s", "", (deployment.server / "server.crt").read_text())
-
-
-def write_images(path, shift, count=12):
-    """Two classes of 16x16 images: bright on the left, bright on the right."""
-    import numpy as np
-    from PIL import Image
-
-    rng = np.random.default_rng(shift)
-    for number, name in enumerate(("left", "right")):
-        (path / name).mkdir(parents=True)
-        for i in range(count):
-            pixels = rng.integers(0, 60, (16, 16, 3), dtype=np.uint8)
-            pixels[:, 8 * number : 8 * number + 8] += 120 + shift
-            Image.fromarray(pixels).save(path / name / f"{i}.png")
-
-
-@pytest.mark.slow
-def test_fedhpro_on_the_sites_own_images_then_resumed(tmp_path, processes, capsys):
-    """From init to a report, and on from the checkpoint after the server was killed, with the real app."""
-    port = free_port()
-    keys = ["classes=left,right", "image_size=16", "rounds=1", "local_epochs=1", "join_deadline=120"]
-    code, text, error = call(capsys, "deploy", "init", tmp_path / "fed", "--nodes", 2, "--port", port, *keys)
-    assert code == 0, error
-    loopback = Loopback(folder.Deployment.open(tmp_path / "fed"), processes)
-    deployment = loopback.deployment
-    for number, node in enumerate(deployment.nodes):
-        write_images(tmp_path / f"images-{number}", shift=20 * number)
-        processes.environment["DATA"] = f"folder:{tmp_path / f'images-{number}'}"
-        loopback.start_node(node)
-    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
-    code, text, error = call(capsys, "deploy", "run", deployment.path, "--follow")
-    assert code == 0 and "round 1: 2 clients, 0 refused" in text, text + error
-    processes.stop("server", signal.SIGKILL)
-    processes.start("server", deployment.server / "start.sh")
-    loopback.wait_for_server()
-    wait_for(lambda: loopback.states() == {"node-1": "online", "node-2": "online"}, 90)
-    code, text, error = call(capsys, "deploy", "run", deployment.path, "rounds=2", "--resume", "--follow")
-    assert code == 0 and "round 2: 2 clients, 0 refused" in text and "round 1:" not in text, text + error
-    code, text, _ = call(capsys, "deploy", "status", deployment.path, "--json")
-    found = json.loads(text)
-    assert found["round"]["round"] == 2 and found["round"]["federated"]["clients"]
-    run_folder = Path(found["round"]["folder"])
-    assert run_folder.parent == deployment.server / "runs" and (run_folder / "MODEL_CARD.md").exists()
-    assert not any(b"images-0" in content for content in contents(run_folder).values())  # nothing of where data is
+    loopback.processes.wait_for(shows_the_new_one)
+    has_said(log, "Connection successful")
+    assert loopback.states() == {"node-1": "online", "node-2": "registered"}

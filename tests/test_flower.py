@@ -202,6 +202,20 @@ def test_a_node_may_leave_and_come_back():
         assert federation.next_round()["refused"] == []
 
 
+def test_who_does_not_answer_is_waited_for_once_and_says_hello_again():
+    grid = LocalGrid(2, data=own("squares"))
+    grid.meddle = lambda message, reply, context: (
+        None if message.metadata.message_type == "train" and context.node_config["partition-id"] == 1 else reply
+    )
+    with Federation(configure(**(SITES | {"rounds": 3})), grid=grid) as federation:
+        del grid.seen[:]
+        federation.next_round()
+        grid.meddle = lambda message, reply, context: reply
+        assert federation.next_round()["refused"] == []
+    kinds = [m.metadata.message_type for m in grid.seen if m.metadata.dst_node_id == grid.node_of(1)]
+    assert kinds == ["train", "query", "train", "evaluate"]
+
+
 def test_waiting_for_clients_has_an_end():
     with pytest.raises(FederationStalled, match="0 of 3 clients joined within join_deadline"):
         through_flower(grid=LocalGrid(0))

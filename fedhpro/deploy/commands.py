@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,7 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 def register_commands(app: typer.Typer) -> None:
-    for command in (init, serve, register, run, status, log, stop, audit, add, revoke, renew):
+    for command in (init, serve, node, register, run, status, log, stop, audit, add, revoke, renew):
         app.command()(command)
 
 
@@ -67,7 +68,25 @@ def serve(
     for name in ("server.crt", "server.key", "ca.crt", "operator.crt", "signer.pub", "runtime.secret"):
         if not (folder / name).is_file():
             raise DeployError(f"{folder} is not the server folder of a deployment: it has no {name}")
+    _check_port(host, port, "PORT in server.conf")
     gate.serve(folder.resolve(), host, port)
+
+
+def node(
+    folder: Annotated[Path, typer.Argument(help="The site's folder.")],
+    superlink: Annotated[str, typer.Option(help="Address of the server, with port.")],
+    partition: Annotated[int, typer.Option(help="Which client it is, from 0.")],
+    data: Annotated[str, typer.Option(help="folder:/path, csv:/path or python:module:function.")] = "",
+    memory: Annotated[Path, typer.Option(help="For what it remembers between rounds.")] = Path("memory"),
+    port: Annotated[int, typer.Option(help="A free port of this machine, for its own processes.")] = 9094,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys.")] = False,
+) -> None:
+    """Run the SuperNode of a site (its start.sh calls this)."""
+    needs_flower()
+    from . import node
+
+    _check_port(node.HERE, port, "RUNTIME_PORT in site.conf")
+    node.run(folder.resolve(), superlink, partition, data, memory.absolute(), port, insecure)
 
 
 def register(
@@ -211,6 +230,16 @@ def _control(folder: Path) -> Control:
     from .control import Control
 
     return Control(Deployment.open(folder))
+
+
+def _check_port(host: str, port: int, setting: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise DeployError(f"{host} port {port} cannot be used: {error.strerror}; see {setting}") from None
 
 
 def _print(text: str) -> None:

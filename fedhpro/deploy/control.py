@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -167,6 +168,10 @@ class Control:
         except httpx.HTTPStatusError as error:
             raise DeployError(f"the server refused: {_reason(error.response)}") from None
         except httpx.HTTPError as error:
+            if re.search("certificate (has )?expired", str(error)):
+                raise DeployError(
+                    f"a certificate has expired: `fedhpro deploy renew {self.deployment.path}` makes new ones"
+                ) from None
             raise DeployError(
                 f"the server at {self.deployment.address} does not answer ({error}): "
                 f"start it with {self.deployment.server / 'start.sh'}"

@@ -209,7 +209,7 @@ class Deployment:
         _folder(folder)
         about: dict[str, Any] = {"name": node.name, "partition": node.partition, "address": self.address}
         about |= {"environment": texts.ENVIRONMENT, "runtime_port": 9094 + node.partition % 50_000}
-        about |= {"run": texts.INSECURE_NODE if self.insecure else texts.SECURE_NODE}
+        about |= {"insecure": " --insecure" if self.insecure else ""}
         about |= {"contents": "" if self.insecure else texts.SITE_CONTENTS, "unit": "fedhpro-supernode.service"}
         about |= {"trust": "" if self.insecure else texts.SITE_TRUST}
         if not self.insecure:

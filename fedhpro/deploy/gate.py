@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import importlib
 import ipaddress
@@ -26,7 +27,8 @@ import os
 import ssl
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +61,11 @@ class Gate:
 
     def __init__(self, app: Application, folder: Path) -> None:
         self.app, self.folder = app, folder
-        self.refresh: Callable[[], None] = lambda: None
         (folder / "signatures").mkdir(mode=0o700, exist_ok=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        self.refresh()
         try:
             if scope["type"] != "http":
                 raise Refused("only HTTP is spoken here", 404)
@@ -220,11 +220,11 @@ def tls(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[], None]:
-    """New connections see a renewed certificate without a restart."""
+def renewal(context: ssl.SSLContext, certificate: Path, key: Path) -> Callable[[], Awaitable[None]]:
+    """New connections see a renewed certificate without a restart; also after it expired, when no request comes in."""
     seen = [certificate.stat().st_mtime_ns]
 
-    def refresh() -> None:
+    async def refresh() -> None:
         if (now := certificate.stat().st_mtime_ns) != seen[0]:
             seen[0] = now
             try:
@@ -264,16 +264,37 @@ def serve(folder: Path, host: str, port: int) -> None:
     )  # fmt: skip
     settings.load()
     assert settings.ssl is not None
-    gate.refresh = renewal(settings.ssl, certificate, key)
+    settings.callback_notify, settings.timeout_notify = renewal(settings.ssl, certificate, key), 1
     local = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
-    executor = subprocess.Popen(
-        [
-            "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
-            "--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid()),
-        ]
-    )  # fmt: skip
-    try:
+    executor = [
+        "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
+        "--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+    with kept_running(executor):
         uvicorn.Server(settings).run()
+
+
+@contextlib.contextmanager
+def kept_running(command: Sequence[str]) -> Iterator[None]:
+    """A program beside this one; started again where it ends by itself, as Flower's does after one failed handshake."""
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.is_set():
+            process = subprocess.Popen(command)
+            while process.poll() is None and not over.wait(0.2):
+                pass
+            if over.is_set():
+                process.terminate()
+                process.wait()
+            else:
+                log.warning("%s has ended and is started again", command[0])
+                over.wait(1)
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        yield
     finally:
-        executor.terminate()
-        executor.wait()
+        over.set()
+        thread.join()

@@ -58,7 +58,8 @@ def view(found: dict[str, Any]) -> RenderableType:
         parts.append(nodes)
     if found["runs"]:
         runs = Table(box=None)
-        for title in ("run", "state", "started", "sent to nodes", "from nodes"):
+        runs.add_column("run", no_wrap=True)  # to be copied
+        for title in ("state", "started", "sent to nodes", "from nodes"):
             runs.add_column(title, overflow="fold")
         for run in found["runs"]:
             traffic = f"{run['bytes_down']:,} B", f"{run['bytes_up']:,} B"

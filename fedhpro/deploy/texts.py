@@ -52,29 +52,13 @@ SITE_CONF = """\
 
 SITE_START = """\
 #!/usr/bin/env bash
-# Starts the SuperNode of $name; settings are in site.conf. flwr's programs must be on the PATH.
+# Starts the SuperNode of $name; settings are in site.conf. fedhpro must be on the PATH.
 set -euo pipefail
 cd "@(dirname "@{BASH_SOURCE[0]}")"
 . ./site.conf
 ${environment}\
-mkdir -p "@MEMORY"
-node_config="partition-id=$partition"
-[ -z "@DATA" ] || node_config+=" data=\\"@DATA\\" memory-dir=\\"@MEMORY\\""
-${run}\
-"""
-
-SECURE_NODE = """\
-# The training process is started here with a secret, or any user of this machine could take its tasks.
-FLWR_SUPEREXEC_TASK_POLL_INTERVAL=0.2 flower-superexec --insecure --runtime-api-address "127.0.0.1:@RUNTIME_PORT" \\
-  --superexec-auth-secret-file runtime.secret --parent-pid @@ &
-exec flower-supernode --superlink "@SUPERLINK" --root-certificates ca.crt --auth-supernode-private-key node.key \\
-  --trusted-entities trusted.yaml --isolation process --superexec-auth-secret-file runtime.secret \\
-  --host 127.0.0.1 --port "@RUNTIME_PORT" --node-config "@node_config"
-"""
-
-INSECURE_NODE = """\
-exec flower-supernode --insecure --superlink "@SUPERLINK" --host 127.0.0.1 --port "@RUNTIME_PORT" \\
-  --node-config "@node_config"
+exec fedhpro deploy node . --superlink "@SUPERLINK" --partition $partition --data "@DATA" --memory "@MEMORY" \\
+  --port "@RUNTIME_PORT"$insecure
 """
 
 UNIT = """\
@@ -90,7 +74,7 @@ User=fedhpro
 # where fedhpro and flwr are installed:
 Environment=PATH=/opt/fedhpro/venv/bin:/usr/bin:/bin
 ExecStart=$place/start.sh
-Restart=on-failure
+Restart=always
 RestartSec=10
 UMask=0077
 NoNewPrivileges=yes

@@ -189,6 +189,8 @@ class FlowerEngine:
             return Answer(k, upload, {}, None, about.get("remembered") is True, wire.num_bytes(tensors))
         except Refused as refused:
             log.warning("client %d is left out of this round: %s", k, refused)
+            if reply is None:  # it hangs or is gone: it has to say hello again, or every request would wait for it
+                self.nodes.pop(k, None)
             return Answer(k, {}, {}, str(refused))
 
     def note_memory(self, k: int, about: Mapping[str, Any]) -> None:
