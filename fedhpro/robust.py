@@ -39,7 +39,7 @@ class RobustFold:
 
     def add(self, client: int, model: Tensors, report: Tensors) -> None:
         self.kept[self.count] = _flat(model, self.sent)
-        self.reports.add(report)
+        self.reports.add({name: value.nan_to_num() for name, value in report.items()})  # decoding may have overflown
         self.clients.append(client)
 
     def result(self) -> tuple[Tensors, Tensors]:
@@ -110,9 +110,9 @@ def clipped(
     factors = _factors(lengths, None, limit)
     # each of these lies between two models: a variance stays above 0
     total = sum((start + (row.double() - start) * by for row, by in zip(models, factors, strict=True)), 0 * start)
-    held, cut, means = _held(reports), Tensors(), [torch.ones(len(models))]
+    cut, means = Tensors(), [torch.ones(len(models))]
     for name, value in reports.items():
-        own = _of_classes(value, held)
+        own = _holders(name, reports)
         if value.is_floating_point():
             rows = value.double().reshape(*value.shape[: 1 if own is None else 2], -1)
             by = _factors(rows.norm(dim=-1), own, None)
@@ -130,8 +130,7 @@ def trimmed(models: Tensor, reports: Tensors, trim: int) -> tuple[Tensor, Tensor
     Where that would leave nothing, the one or two in the middle stay: a `trim` of K is the median.
     """
     model = torch.cat([trimmed_mean(part, None, trim) for part in models.split(COLUMNS, 1)])
-    held = _held(reports)
-    one = {name: trimmed_mean(v, _of_classes(v, held), trim)[None].to(v.dtype) for name, v in reports.items()}
+    one = {name: trimmed_mean(v, _holders(name, reports), trim)[None].to(v.dtype) for name, v in reports.items()}
     return model, one
 
 
@@ -161,10 +160,9 @@ def distances(models: Tensor, start: Tensor, reports: Tensors) -> Tensor:
         gram += steps @ steps.T
     lengths = gram.diagonal()
     parts = [(lengths[:, None] + lengths - 2 * gram).clamp_min(0)]
-    held = _held(reports)
-    for value in reports.values():
+    for name, value in reports.items():
         if value.is_floating_point():
-            own = _of_classes(value, held)
+            own = _holders(name, reports)
             rows = value.double().reshape(len(value), 1 if own is None else value.shape[1], -1).transpose(0, 1)
             square = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()  # [C, K, K]
             both = torch.ones_like(square[:, :1]) if own is None else (own[:, None] & own).permute(2, 0, 1)
@@ -179,14 +177,13 @@ def nearest_to_others(square: Tensor, hostile: int, keep: int) -> list[int]:
     return sorted(to_others.sum(1).argsort(stable=True)[:keep].tolist())
 
 
-def _held(reports: Tensors) -> Tensor | None:
-    """Which client holds which class [K, C], by the first counts of the reports."""
-    return next((value > 0 for name, value in reports.items() if name.endswith("counts")), None)
+def _holders(name: str, reports: Tensors) -> Tensor | None:
+    """Which client holds which class [K, C], by the counts of that report, or None where it has no row for each class.
 
-
-def _of_classes(value: Tensor, held: Tensor | None) -> Tensor | None:
-    """`held`, where the value has a row for each class."""
-    return held if held is not None and value.shape[1:2] == held.shape[1:] else None
+    The means have counts of their own where they are not of the same samples as the rest.
+    """
+    counts = reports.get(name if name.endswith("counts") else f"{name.removesuffix('s')}_counts", reports.get("counts"))
+    return None if counts is None or reports[name].shape[1:2] != counts.shape[1:] else counts > 0
 
 
 def _factors(lengths: Tensor, held: Tensor | None, limit: float | None) -> Tensor:

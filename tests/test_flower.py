@@ -70,6 +70,11 @@ def test_sampled_clients_and_mixed_models_give_the_same_bits():
     assert_same(through_flower(rounds=3, **keys), in_this_process(rounds=3, **keys))
 
 
+def test_hostile_clients_and_a_robust_fold_give_the_same_bits():
+    keys = {"attack": "gaussian", "attack_share": 0.4, "robust": "median"}
+    assert_same(through_flower(**keys), in_this_process(**keys))
+
+
 def test_tensors_keep_their_types_shapes_and_bits():
     tensors = {
         "mask": torch.tensor([True, False]),

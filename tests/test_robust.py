@@ -167,6 +167,25 @@ def test_variances_are_never_negative(models, rule):
     assert bool((model["bn.running_var"] >= 0).all()) and all(bool(value.isfinite().all()) for value in model.values())
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_what_overflows_when_it_is_decoded_does_no_harm(rule):
+    reports = [([[1.0, 1.0], [1.0, k / 10]], [1, 1]) for k in range(7)]
+    reports[3] = ([[torch.inf, torch.nan], [-torch.inf, 1.0]], [1, 1])
+    model, folded = fold_of(rule, [[1.0, float(k), 1.0] for k in range(7)], reports).result()
+    assert all(bool(value.isfinite().all()) for value in [*model.values(), *folded.values()])
+    assert float(folded["means"].abs().max()) < 2
+
+
+def test_means_go_by_counts_of_their_own():
+    """A class that one client does not count for its gradients is still compared in its means."""
+    counts, all_ones = torch.tensor([[1], [1], [0]]), torch.ones(3, 1, dtype=torch.int64)
+    means = torch.tensor([[[1.0]], [[2.0]], [[90.0]]])
+    _, one = robust.trimmed(torch.zeros(3, 0), {"counts": counts, "means": means, "mean_counts": all_ones}, 3)
+    assert one["means"].tolist() == [[[2.0]]]
+    _, one = robust.trimmed(torch.zeros(3, 0), {"counts": counts, "means": means}, 3)
+    assert one["means"].tolist() == [[[1.5]]]
+
+
 # attacks
 
 
