@@ -85,6 +85,9 @@ class Config(BaseModel):
     exchange: Literal["auto", "model", "classifier", "prototypes", "nothing"] = Field(
         "auto", description="what of the model travels; auto: what the method asks for"
     )
+    secure: bool = Field(
+        False, description="secure aggregation: uploads are masked in pairs, and the server learns their sum only"
+    )
     # evaluation
     evaluation: Literal["central", "federated", "both"] = Field(
         "central", description="on the server's test sets, on each client's own held-out samples, or both"

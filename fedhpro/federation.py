@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import accounting, data, models, wire
+from . import accounting, data, masking, models, wire
 from .config import Config, worker_count
 from .data import sites
 from .data.autoaugment import PolicyName
@@ -92,6 +92,10 @@ class Federation:
         self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
         check_budget(*self.memory_need(), config.memory_budget)
+        self.layout: masking.Layout | None = None
+        if config.secure:
+            masking.check(self)
+            self.layout = masking.Layout(self.upload, by_samples=config.weights == "samples")
         self.engine: Engine | None = None
 
     def __enter__(self) -> Federation:
@@ -104,6 +108,8 @@ class Federation:
             self.engine = InProcess(self.trainer)
         else:
             self.engine = WorkerPool(self.trainer, workers, self.sent(), self.upload, self._memory_forms)
+        if self.config.secure and self.config.engine != "flower":
+            self.engine = masking.Rehearsed(self.engine, self)
         return self
 
     def _gpu_engine(self, workers: int) -> Engine:
@@ -163,7 +169,9 @@ class Federation:
         with torch.enable_grad():
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
                 watch.lap("train")
-                reason = answer.error or wire.problem(answer.upload, self.schema)
+                reason = answer.error
+                if self.layout is None:  # else there is no upload to check, only their sum
+                    reason = reason or wire.problem(answer.upload, self.schema)
                 if reason is None:
                     self._accept(answer.client, answer.upload, fold, losses)
                     bytes_up += wire.num_bytes(answer.upload) if answer.bytes is None else answer.bytes
@@ -263,10 +271,14 @@ class Federation:
         return sum(sizes) // len(sizes), most  # clients have the architectures in turn
 
     def _fold(self, most: int) -> Fold:
+        if self.layout is not None:
+            return masking.One()
         return WeightedMean(most, by_samples=self.config.weights == "samples")
 
     @torch.no_grad()
     def _accept(self, client: int, upload: Tensors, fold: Fold, losses: wire.Mean) -> None:
+        if self.layout is not None and not upload:  # it is in what another brought
+            return fold.add(client, {}, {})
         model = section(upload, "model")
         classifier = {name: value.cpu() for name, value in model.items() if name.startswith("classifier.")}
         report = self.method.decode(section(upload, "report"), classifier)
