@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 # torch threads of the test processes must not fight over the cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-all lint bench setup clean
+.PHONY: run test test-slow test-all lint bench setup clean lock locked audit sbom
+
+# Where `make lock` finds torch. A GPU's build: LOCK_TORCH=
+LOCK_TORCH ?= --torch-backend cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TOOLS := .venv-tools
+LOCKED := .venv-locked
 
 run: setup
 	$(BIN)/fedhpro run
@@ -35,5 +41,32 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,flower]"
 	touch $@
 
+# The supply chain (docs/supply-chain.md): versions and hashes of everything, an environment of them alone, what is known against
+# them, and the list of parts.
+lock: $(TOOLS)/.ready
+	$(TOOLS)/bin/uv pip compile pyproject.toml --extra flower -c constraints.txt --python-version 3.11 --generate-hashes \
+		--no-annotate $(LOCK_TORCH) --custom-compile-command "make lock" --quiet --upgrade -o requirements.lock
+
+locked: $(LOCKED)/.ready
+
+audit: $(TOOLS)/.ready
+	$(TOOLS)/bin/pip-audit -r requirements.lock --no-deps --disable-pip --strict --vulnerability-service osv
+
+sbom: $(TOOLS)/.ready $(LOCKED)/.ready
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(LOCKED)/bin/python
+
+$(LOCKED)/.ready: requirements.lock
+	$(PYTHON) -m venv $(LOCKED)
+	$(LOCKED)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps \
+		--extra-index-url $(TORCH_INDEX) -r requirements.lock
+	$(LOCKED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(LOCKED)/bin/python -m pip check
+	touch $@
+
+$(TOOLS)/.ready:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check uv pip-audit cyclonedx-bom
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) $(LOCKED) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -109,6 +109,9 @@ class Config(BaseModel):
     noise: float = Field(1.0, gt=0, description="noise multiplier z: standard deviation over sensitivity (privacy)")
     delta: float = Field(1e-5, gt=0, lt=1, description="delta of the guarantee; below 1 / clients (privacy)")
     epsilon: float | None = Field(None, gt=0, description="the budget: a run that would cost more is refused (privacy)")
+    secure: bool = Field(
+        False, description="secure aggregation: uploads are masked in pairs, and the server learns their sum only"
+    )
     # evaluation
     evaluation: Literal["central", "federated", "both", "off"] = Field(
         "central", description="on the server's test sets, on each client's own held-out samples, both, or not at all"

@@ -1,4 +1,4 @@
-"""Speed on this machine: each bench is a module with a function of its own name, imported when it is asked for.
+"""Speed on this machine, and leaks: each bench is a module with a function of its name, imported when asked for.
 
     cpu      seconds a round beside other frameworks, which it installs
     gpu      milliseconds a step and seconds a round on a GPU
@@ -6,6 +6,7 @@
     server   gradient matching and re-training on one core
     rounds   workers, and what FedHPro costs beside FedAvg
     batches  augmented samples per second beside a DataLoader
+    leaks    what an upload gives away of a client's data
 
 A bench returns what it found as a dict, for JSON. `show`, `draw` and `markdown`, where it has them, print and plot it
 and make a page of it.
@@ -24,7 +25,7 @@ from ..errors import ConfigError
 from ..files import write_atomically
 from . import machine
 
-BENCHES = ("cpu", "gpu", "growth", "server", "rounds", "batches")
+BENCHES = ("cpu", "gpu", "growth", "server", "rounds", "batches", "leaks")
 
 
 def run(name: str, quick: bool, out: Path, console: Console) -> None:

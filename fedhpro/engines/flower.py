@@ -167,6 +167,9 @@ class FlowerEngine:
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
         self.join(clients, self.config.min_clients)
+        if self.config.secure:
+            yield from masked.train(self, round, clients, sent)
+            return
         memory, record, messages = self.federation.memories, to_record(sent), {}
         for k in clients:
             if k in self.nodes:
@@ -663,8 +666,9 @@ def _may_leave(error: Exception, private: bool) -> str:
 def hello(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    client, privacy = site.federation.clients[k], site.federation.privacy
-    withheld = privacy is not None and privacy.where == "local"
+    client, federation = site.federation.clients[k], site.federation
+    local = federation.privacy is not None and federation.privacy.where == "local"
+    withheld = local or federation.config.secure
     return {"samples": 1 if withheld else len(client.train), "held_out": len(client.held_out)}, {}
 
 
@@ -673,13 +677,21 @@ def hello(
 def train(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
+    if site.federation.config.secure:
+        raise SiteError("what it sends is to be masked: it does not train for a server that does not ask for that")
+    about, upload = trained(site, k, context, request, received)
+    return about, wire.compress(upload, site.federation.config.compress)
+
+
+def trained(
+    site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
+) -> tuple[Record, Tensors]:
     round, generation = int(request["round"]), int(request["generation"])
     keepsakes = Keepsakes(site, k, context, request)
     memory, recalled = keepsakes.recall(generation)
     upload, memory = site.federation.trainer.update(round, k, received, memory)
     if memory:
         keepsakes.keep(round, memory, [*request["held"], generation])
-    upload = wire.compress(upload, site.federation.config.compress)
     return {"remembered": bool(memory), "recalled": recalled}, upload
 
 
@@ -696,3 +708,6 @@ def evaluate(
             found = trainer.evaluate(name, k if private else None, received, memory if private else {})
             tables |= {f"{i}/{head}": table for head, table in found.items()}
     return {}, tables
+
+
+from . import masked  # noqa: E402  (its requests belong to client_app, which has to be there first)

@@ -64,6 +64,7 @@ class Method:
     frozen: ClassVar[tuple[str, ...]] = ()  # nets kept beside the trained one, e.g. MOON's "received" and "previous"
     exchanges: ClassVar[tuple[str, ...]] = ("model",)  # what of the model may travel; the first is the default
     pools_data: ClassVar[bool] = False  # centralised training: one client that holds everybody's samples
+    needs_means_only: ClassVar[bool] = True  # of reports: their means over the clients that hold a class will do
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:

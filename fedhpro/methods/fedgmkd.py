@@ -25,6 +25,7 @@ class FedGMKD(PrototypeMethod):
     """FedGMKD: Knowledge Distillation and Discrepancy-Aware Aggregation (NeurIPS 2024)."""
 
     name = "fedgmkd"
+    needs_means_only = False  # each client's discrepancy weighs what it sent
 
     lam: NonNegative = 0.6  # weight of the pull to the global prototype (original: 0.6)
     gamma: NonNegative = 0.5  # weight of the match of soft predictions (original: 0.6)

@@ -25,6 +25,7 @@ class FedTGP(FedProto):
     """FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning (AAAI 2024)."""
 
     name = "fedtgp"
+    needs_means_only = False  # the prototypes are trained on each client's
 
     server_epochs: AtLeastOne = 100  # passes over the uploaded prototypes in a round (original: 100)
     server_lr: Positive = 0.01  # of plain SGD at the server (original: the clients' learning rate)
