@@ -2,10 +2,10 @@
 
     python benchmarks/heads.py RUN [RUN ...] [--out heads.jsonl]
 
-For each run folder (with a global model): test accuracy, the mean over the domains, of its own classifier h*; of h* fitted
-again (100 steps of Adam) on the class means of all clients' samples, on the means of each client, on gradient prototypes
-(methods/refit.py), on random convex mixtures (as many points), on all features, samples or clients weighing the same; and
-of the nearest mean. Then of the hyper-prototypes: how far they moved, and their distance and angle to the class means.
+For each run folder with a global model: test accuracy (mean over the domains) of its own classifier h*; of h* fitted
+again, by 100 steps of Adam, on the class means of all samples, on the means of each client, on gradient prototypes
+(methods/refit.py), on as many random convex mixtures, on all features, where samples or clients weigh the same; and of
+the nearest mean. Then of the hyper-prototypes: how far they moved, and their distance and angle to the class means.
 """
 
 from __future__ import annotations
@@ -120,13 +120,14 @@ def hyper(S: Tensor, start: Tensor, parts: list[Part], weight: Tensor, bias: Ten
     z, y = torch.cat([z for z, _ in parts]), torch.cat([y for _, y in parts])
     means, H = eq.class_means(z, y, C)[0], S.mean(1)
     units = F.normalize(S, dim=2)
+    right = F.linear(H, weight, bias).argmax(1) == torch.arange(C, device=H.device)
     cosines = (units @ units.mT).flatten(1).sum(1) - I
     return {
         "moved, % of |S|": 100 * float((S - start).norm() / start.norm()),
         "cosine of H to class means": float(F.cosine_similarity(H, means).mean()),
         "distance of H to class means": float((H - means).norm(dim=1).mean()),
         "length of class means": float(means.norm(dim=1).mean()),
-        "accuracy of H under h*": 100 * float((F.linear(H, weight, bias).argmax(1) == torch.arange(C, device=H.device)).float().mean()),
+        "accuracy of H under h*": 100 * float(right.float().mean()),
         "cosine within a class": float(cosines.mean() / max(1, I * (I - 1))),
     }
 

@@ -2,8 +2,8 @@
 
     python benchmarks/matrix.py JOBS.json OUT --parallel 6 --seconds 500
 
-JOBS.json is a list of {"into": GROUP, "keys": {keys of all runs}, "seeds": [0, 1, 2], "runs": {NAME: {its own keys}}}. All runs
-of a group's first seed come first, so that a deadline leaves whole seeds; jobs may be added while runs go on.
+JOBS.json is a list of {"into": GROUP, "keys": {keys of all runs}, "seeds": [0, 1, 2], "runs": {NAME: {its own keys}}}.
+All runs of a group's first seed come first, so that a deadline leaves whole seeds; jobs may be added while runs go on.
 OUT/runs/GROUP/NAME-seedN is the run folder; a run that a deadline cut off goes on from its last checkpoint when the
 command is given again. OUT/GROUP.jsonl has a line for each run: its keys, and the accuracies, losses and logs of the
 server at the evaluated rounds (--seconds 0: only writes these).

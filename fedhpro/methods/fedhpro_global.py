@@ -1,4 +1,4 @@
-"""FedHPro with other starts of S, and with global prototypes P (Eq 4): as anchors (the paper's Table 6), or as a start."""
+"""FedHPro with other starts of S, and global prototypes P (Eq 4) as anchors (the paper's Table 6) or as a start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
@@ -15,9 +16,9 @@ from .fedhpro import FedHPro
 
 
 def orthogonal(S: Tensor) -> Tensor:
-    """The nearest vectors of length sqrt(d) that are all at right angles; where there are more than d, as far as goes."""
+    """The nearest vectors of length sqrt(d) that are all at right angles, if there are not more than d."""
     U, _, V = torch.linalg.svd(S.flatten(0, 1), full_matrices=False)
-    return (U @ V).reshape(S.shape) * S.shape[2] ** 0.5
+    return F.normalize(U @ V, dim=1).reshape(S.shape) * S.shape[2] ** 0.5
 
 
 def blocks(S: Tensor) -> Tensor:
