@@ -1,9 +1,12 @@
 """Many runs side by side on one machine, each in a process of its own, until a deadline; what is done stays.
 
-    python benchmarks/matrix.py JOBS.json OUT --parallel 8 --seconds 500
+    python benchmarks/matrix.py JOBS.json OUT --parallel 6 --seconds 500
 
-JOBS.json is a list of {"name": ..., keys of a run}. OUT gets NAME.jsonl (metrics) and NAME.json (result) for each
-finished run, and summary.json; runs/NAME is the run folder, also of a run that failed or that the deadline cut off.
+JOBS.json is a list of {"into": GROUP, "keys": {keys of all runs}, "seeds": [0, 1, 2], "runs": {NAME: {its own keys}}}.
+All runs of a group's first seed come first, so that a deadline leaves whole seeds; jobs may be added while runs go on.
+OUT/runs/GROUP/NAME-seedN is the run folder; a run that a deadline cut off goes on from its last checkpoint when the
+command is given again. OUT/GROUP.jsonl has a line for each run: its keys, and the accuracies, losses and logs of the
+server at the evaluated rounds (--seconds 0: only writes these).
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+from fedhpro.runs import RunFolder
 
-def one(job: dict[str, Any], out: Path) -> None:
+
+def one(name: str, keys: dict[str, Any], out: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
     import torch
@@ -26,16 +30,54 @@ def one(job: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     import fedhpro
 
-    keys = {name: value for name, value in job.items() if name != "name"}
-    run = out / "runs" / job["name"]
-    done = fedhpro.run(keys | {"out": str(run), "checkpoint_every": 10**6})
-    shutil.copy(run / "metrics.jsonl", out / f"{job['name']}.jsonl")
-    shutil.copy(run / "result.json", out / f"{job['name']}.json")
-    print(f"{job['name']}: {done.headline} {done.accuracy}", flush=True)
+    folder = out / "runs" / name
+    if (folder / "config.toml").exists():
+        done = fedhpro.resume(folder)
+    else:
+        done = fedhpro.run({"checkpoint_every": 20, "keep_checkpoints": 1} | keys | {"out": str(folder)})
+    print(f"{name}: {done.headline} {done.accuracy}", flush=True)
+
+
+def jobs_of(path: Path) -> dict[str, dict[str, Any]]:
+    """GROUP/NAME-seedN -> keys of the run."""
+    return {
+        f"{group['into']}/{name}-seed{seed}": group["keys"] | keys | {"seed": seed}
+        for group in json.loads(path.read_text())
+        for seed in group["seeds"]
+        for name, keys in group["runs"].items()
+    }
+
+
+def kept(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """Of a run, finished or not."""
+    opened = RunFolder(folder)
+    rounds = [
+        {key: rounded(record[key]) for key in ("round", "accuracy", "loss", "server") if record.get(key)}
+        for record in opened.records()
+        if "accuracy" in record
+    ]
+    seconds = sum(timing["seconds"] for timing in opened.records(opened.timings))
+    return {"run": folder.name, "keys": keys, "rounds": rounds, "seconds": round(seconds, 1)}
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def collect(jobs: dict[str, dict[str, Any]], out: Path) -> int:
+    groups: dict[str, list[str]] = {}
+    for name, keys in jobs.items():
+        if (out / "runs" / name / "metrics.jsonl").exists():
+            groups.setdefault(name.split("/")[0], []).append(json.dumps(kept(out / "runs" / name, keys)) + "\n")
+    for group, lines in groups.items():
+        (out / f"{group}.jsonl").write_text("".join(lines))
+    return sum(map(len, groups.values()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--parallel", type=int, default=2)
@@ -43,27 +85,28 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    started, running = time.monotonic(), list[tuple[Any, str]]()
-    waiting = [
-        job for job in json.loads(options.jobs.read_text()) if not (options.out / f"{job['name']}.json").exists()
-    ]
-    while (waiting or running) and time.monotonic() - started < options.seconds:
+    jobs, waiting = jobs_of(options.jobs), list[str]()
+    started, running, taken = time.monotonic(), list[tuple[Any, str]](), set[str]()
+    while time.monotonic() - started < options.seconds:
+        jobs = jobs_of(options.jobs)
+        todo = [name for name in jobs if not (options.out / "runs" / name / "result.json").exists()]
+        waiting = [name for name in todo if name not in taken]
         running = [(process, name) for process, name in running if process.is_alive()]
-        while waiting and len(running) < options.parallel:
-            job = waiting.pop(0)
-            process = context.Process(target=one, args=(job, options.out), daemon=True)
+        if not waiting and not running:
+            break
+        if waiting and len(running) < options.parallel:
+            name = waiting[0]
+            process = context.Process(target=one, args=(name, jobs[name], options.out), daemon=True)
             process.start()
-            running.append((process, job["name"]))
-        time.sleep(0.2)
+            taken.add(name)
+            running.append((process, name))
+        else:
+            time.sleep(0.5)
     for process, name in running:
         print(f"{name}: cut off by the deadline", flush=True)
         process.kill()
-    results = {
-        path.stem: json.loads(path.read_text()) for path in sorted(options.out.glob("*.json")) if path.stem != "summary"
-    }
-    seconds = round(time.monotonic() - started, 1)
-    (options.out / "summary.json").write_text(json.dumps({"seconds": seconds, "runs": results}, indent=1) + "\n")
-    print(f"{len(results)} runs in {seconds} s, {len(waiting)} not started", flush=True)
+    count = collect(jobs, options.out)
+    print(f"{count} runs in {time.monotonic() - started:.0f} s, {len(waiting)} not started", flush=True)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def test_the_other_plug_ins_add_what_the_page_says(net):
 
 def test_what_the_switches_of_fedhpro_add(net):
     page = FOLDER / "fedhpro.md"
-    every = METHODS["fedhpro"](hyper_init="prototypes", hpal_warmup=2, retrain_classifier=True)
+    every = METHODS["fedhpro"](hyper_init="prototypes", hpal_warmup=2, retrain_classifier=True, refit="means")
     smaller = METHODS["fedhpro"](uplink="probabilities")
     found = traffic(every, net) | traffic(smaller, net)
     assert written(tables(page, *WIRE)) | written(tables(page, *WIRE, "when")) == found

@@ -18,6 +18,7 @@ from fedhpro.methods import METHODS
 from fedhpro.methods import fedhpro_released as released
 from fedhpro.methods.fedhpro import FedHPro
 from fedhpro.methods.fedhpro_variants import FedHProVariants
+from fedhpro.methods.refit import hard_means, refitted
 from fedhpro.randomness import generator
 
 
@@ -361,3 +362,44 @@ def test_every_mix_of_switches_that_share_code_runs(tiny_source):
         assert len(history) == 2 and history[-1]["aggregated"] and not history[-1]["refused"]
     history, *_ = run(tiny_source, hpcl="global", margin="denominator")
     assert history[0]["loss"]["hpcl"] == 0  # no prototypes yet
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "blocks"])
+@pytest.mark.parametrize("I", [1, 3])
+def test_starts_at_right_angles(init, I):
+    S = start(FedHProVariants(hyper_init=init, I=I))["S"]
+    torch.testing.assert_close(torch.linalg.vector_norm(S, dim=2), torch.full((C, I), 128**0.5))
+    products = S[:, 0] @ S[:, 0].T
+    torch.testing.assert_close(products, 128 * torch.eye(C), atol=1e-3, rtol=0)
+    assert init != "blocks" or float(S.min()) == 0  # where features behind a ReLU can go
+
+
+def test_hard_means_have_the_direction_of_the_weight_gradient():
+    z, y = torch.randn(30, 8, generator=generator(0, "z")).double(), torch.arange(30) % C
+    h = torch.nn.Linear(8, C).double()
+    points, counts = hard_means(z, y, h.weight.detach(), h.bias.detach())
+    for c in range(C):
+        own = y == c
+        F.cross_entropy(h(z[own]), y[own], reduction="sum").backward()
+        torch.testing.assert_close(F.normalize(points[c], dim=0), -F.normalize(h.weight.grad[c], dim=0))
+        assert int(counts[c]) == int(own.sum())
+        h.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["means", "gradients"])
+def test_a_classifier_that_is_fitted_again(tiny_source, kind):
+    history, _, federation = run(tiny_source, method="fedhpro", refit=kind, M=0, rounds=3, local_epochs=3)
+    plain = run(tiny_source, method="fedhpro", M=0, rounds=3, local_epochs=3)[2]
+    assert not history[-1]["refused"]
+    assert not torch.equal(federation.model["classifier.weight"], plain.model["classifier.weight"])
+    assert history[-1]["accuracy"]["AVG"] > 50  # chance is 25
+
+
+def test_refitting_separates_the_points():
+    points = torch.randn(3, C, 16, generator=generator(1, "points"))
+    held = torch.ones(3, C, dtype=torch.bool)
+    held[0, 1] = False
+    points[0, 1] = torch.nan  # what a client does not hold is not looked at
+    weight, bias = refitted(points, held, torch.zeros(C, 16), torch.zeros(C))
+    labels = torch.arange(C).expand(3, C)[held]
+    assert (F.linear(points[held], weight, bias).argmax(1) == labels).all()

@@ -1,4 +1,4 @@
-"""FedHPro with global prototypes P (Eq 4): as anchors of a loss (the paper's Table 6), or as the start of S."""
+"""FedHPro with other starts of S, and global prototypes P (Eq 4) as anchors (the paper's Table 6) or as a start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
@@ -14,10 +15,28 @@ from .base import Client, Net, NonNegative, Tensors
 from .fedhpro import FedHPro
 
 
+def orthogonal(S: Tensor) -> Tensor:
+    """The nearest vectors of length sqrt(d) that are all at right angles, if there are not more than d."""
+    U, _, V = torch.linalg.svd(S.flatten(0, 1), full_matrices=False)
+    return F.normalize(U @ V, dim=1).reshape(S.shape) * S.shape[2] ** 0.5
+
+
+def blocks(S: Tensor) -> Tensor:
+    """Vectors of length sqrt(d), without negative coordinates, at right angles to those of every other class."""
+    C, _, d = S.shape
+    own = torch.arange(d) * C // d == torch.arange(C)[:, None]
+    return (own / own.sum(1, keepdim=True).clamp_min(1) ** 0.5 * d**0.5)[:, None].expand(S.shape).clone()
+
+
+FRAMES = {"orthogonal": orthogonal, "blocks": blocks}
+
+
 @dataclass(frozen=True)
 class FedHProGlobal(FedHPro):
-    hyper_init: Literal["randn", "prototypes"] = "randn"  # "prototypes": the first round's P + hyper_scale * randn
-    hyper_scale: NonNegative = 1.0  # standard deviation of the random start
+    # "prototypes": the first round's P + hyper_scale * randn; "orthogonal": a random frame; "blocks": each class has
+    # coordinates of its own, which features behind a ReLU can reach
+    hyper_init: Literal["randn", "prototypes", "orthogonal", "blocks"] = "randn"  # the start of S
+    hyper_scale: NonNegative = 1.0  # root mean square of the start
 
     @property
     def uses_P(self) -> bool:
@@ -25,6 +44,8 @@ class FedHProGlobal(FedHPro):
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         state = super().server_state(net, rng)
+        if self.hyper_init in FRAMES:
+            state["S"] = FRAMES[self.hyper_init](state["S"])
         state["S"] *= self.hyper_scale
         if self.uses_P:
             state["P"] = torch.zeros(net.num_classes, net.dim)

@@ -1,0 +1,128 @@
+"""Tables and curves of docs/RESULTS.md from the files that matrix.py and heads.py leave.
+
+    python benchmarks/tables.py results/office-caltech.jsonl results/digits.jsonl [--figure docs/results.png]
+    python benchmarks/tables.py results/heads.jsonl
+
+Means and sample standard deviations over seeds, in per cent, of runs that reached their last round; last5 is the mean
+of the last five evaluations. Gains over FedAvg are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from fedhpro.comparison import show
+from fedhpro.config import configure
+
+PAPER = {  # Table "Domain Skew" of its appendix, AVG
+    "office-caltech": {
+        "fedavg": 55.42, "fedprox": 56.62, "moon": 52.79, "fedproto": 58.26, "fedtgp": 59.39, "fedgmkd": 59.91,
+        "fedrcl": 55.68, "fedsa": 60.57, "fedhpro": 64.52,
+    },
+    "digits": {
+        "fedavg": 78.82, "fedprox": 79.01, "moon": 76.74, "fedproto": 80.41, "fedtgp": 81.67, "fedgmkd": 81.83,
+        "fedrcl": 79.67, "fedsa": 82.54, "fedhpro": 84.80,
+    },
+}  # fmt: skip
+CURVES = {"fedavg": "#999999", "fedrcl": "#D55E00", "fedsa": "#009E73", "fedhpro": "#0072B2", "fedhpro-M0": "#56B4E9",
+          "fedhpro-I1-M0": "#CC79A7"}  # fmt: skip
+Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py kept
+
+
+def read(path: Path) -> Runs:
+    found: Runs = {}
+    for line in path.read_text().splitlines():
+        run = json.loads(line)
+        name, seed = run["run"].rsplit("-seed", 1)
+        if run["rounds"] and run["rounds"][-1]["round"] == configure(**run["keys"]).rounds:
+            found.setdefault(name, {})[int(seed)] = run
+    return found
+
+
+def final(run: dict[str, Any], domain: str = "AVG") -> float:
+    return run["rounds"][-1]["accuracy"][domain]
+
+
+def last5(run: dict[str, Any]) -> float:
+    return statistics.fmean(each["accuracy"]["AVG"] for each in run["rounds"][-5:])
+
+
+def spread(values: list[float]) -> str:
+    return show((statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None))
+
+
+def table(path: Path) -> str:
+    runs, paper = read(path), PAPER.get(path.stem, {})
+    first = next(iter(next(iter(runs.values())).values()))
+    domains = [domain for domain in first["rounds"][-1]["accuracy"] if domain != "AVG"]
+    titles = ["method", *domains, "AVG final", "AVG last5", "over FedAvg", "seeds"]
+    titles += ["paper: AVG", "over FedAvg"] if paper else []
+    lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+    for name, seeds in runs.items():
+        base = runs.get("fedavg", {})
+        gains = [final(run) - final(base[seed]) for seed, run in seeds.items() if seed in base and name != "fedavg"]
+        cells = [name, *(spread([final(run, domain) for run in seeds.values()]) for domain in domains)]
+        cells += [spread([final(run) for run in seeds.values()]), spread([last5(run) for run in seeds.values()])]
+        cells += [f"{statistics.fmean(gains):+.2f}" if gains else "", str(len(seeds))]
+        if paper:
+            there = name in paper
+            cells += [f"{paper[name]:.2f}" if there else ""]
+            cells += [f"{paper[name] - paper['fedavg']:+.2f}" if there and name != "fedavg" else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def heads_table(path: Path) -> str:
+    """Means over the seeds: a column for each data and method."""
+    columns: dict[str, list[dict[str, float]]] = {}
+    for line in path.read_text().splitlines():
+        run = json.loads(line)
+        column = f"{run['data']} {run['run'].rsplit('-seed', 1)[0]}"
+        columns.setdefault(column, []).append(run["heads"] | run.get("hyper", {}))
+    rows = dict.fromkeys(name for runs in columns.values() for name in runs[0])
+    lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    for row in rows:
+        cells = [
+            f"{statistics.fmean(run[row] for run in runs):.4g}" if row in runs[0] else "" for runs in columns.values()
+        ]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(paths: list[Path], target: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    for axes, path in zip(figure.subplots(1, len(paths), squeeze=False)[0], paths, strict=True):
+        runs = read(path)
+        for name, colour in CURVES.items():
+            if name not in runs:
+                continue
+            histories = [run["rounds"] for run in runs[name].values()]
+            rounds = [record["round"] for record in histories[0]]
+            values = [[record["accuracy"]["AVG"] for record in same] for same in zip(*histories, strict=True)]
+            axes.plot(rounds, [statistics.fmean(each) for each in values], color=colour, label=name)
+            axes.fill_between(rounds, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
+        axes.set(title=path.stem, xlabel="round", ylabel="test accuracy, mean of the domains, %")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(target, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--figure", type=Path)
+    options = parser.parse_args()
+    for path in options.files:
+        print(f"\n{path.stem}\n\n" + (heads_table(path) if path.stem == "heads" else table(path)))
+    if options.figure:
+        draw(options.files, options.figure)
+
+
+if __name__ == "__main__":
+    main()
