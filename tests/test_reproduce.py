@@ -175,7 +175,7 @@ def test_a_tiny_experiment_from_the_command_to_its_files(done):
     assert first["R1"]["mean"] == 1 and first["speedup1"]["mean"] is None
     assert first["mb_up"]["mean"] == pytest.approx(result["bytes_up"] / 1e6)
     assert len(found["words"]) == 2 and all("with one seed" in words for words in found["words"])
-    rows = list(csv.DictReader((folder / "out/tiny.csv").open()))
+    rows = list(csv.DictReader((folder / "out/tiny.csv").read_text().splitlines()))
     assert len(rows) == 24 and rows[1]["paper"] == "80.5"
     text = (folder / "out/tiny.md").read_text()
     assert "digits\\|lite: FedHPro" in text and "| FedAvg |" in text and "&lt;b>M=0" in text
