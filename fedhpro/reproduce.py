@@ -130,7 +130,9 @@ SIZES: dict[str, Keys] = {
     "nid2": {"nid2_clients": 3},
     "ag-nid": {"clients": 10},
 }
-KEPT = ("scenario", "alpha", "rho")
+# what a stand-in has of its own; every other key of an experiment stays
+SCALED = {"preset", "data", "model", "width", "dim", "stem", "augment", "rounds", "local_epochs", "local_steps", "lr"}
+SCALED |= {"batch_size", "optimizer", "weight_decay", "clients", "participation", "min_samples", "evaluate_every"}
 DOMAINS = {"usps": "uci", "svhn": "mnist-m", "caltech": "mnist", "webcam": "uci", "amazon": "mnist-m", "dslr": "syn"}
 
 
@@ -144,8 +146,8 @@ def quick(experiment: Experiment) -> Experiment:
         full = experiment.config(experiment.rows[0], old, 0)
         small = STAND_INS[CATALOG[full.data].kind if full.data in CATALOG else "image"]
         mixed = {"model": full.model} if full.model.startswith("htfe") else {}
-        kept = {name: value for name in KEPT if (value := getattr(full, name)) is not None}
-        keys = small | mixed | kept | SIZES.get(full.scenario, {}) | old.changes.get("keys", {})
+        kept = {name: value for name, value in (experiment.keys | old.keys).items() if name not in SCALED}
+        keys = small | SIZES.get(full.scenario, {}) | mixed | kept | old.changes.get("keys", {})
         columns = old.changes.get("columns", old.columns)
         settings.append((old, old.model_copy(update=old.changes | {"keys": keys, "columns": columns})))
         data[full.data] = keys["data"]

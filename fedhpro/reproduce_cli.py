@@ -89,7 +89,7 @@ def sweep(
     method = common.pop("method", "fedhpro")
     combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
     labels = [f"{own.pop('method', method)}:" + ",".join(f"{k}={v}" for k, v in own.items()) for own in combinations]
-    rows = entries([label.rstrip(":") for label in labels], common, control)
+    rows = entries([label.rstrip(":") for label in labels], common, control and "M" not in varied)
     config = configure(**(common | rows[0].keys))
     domains = [domain.name for domain in load(config.data).domains]
     columns = [*(domains if len(domains) > 1 and config.evaluation != "federated" else ()), "AVG"]
