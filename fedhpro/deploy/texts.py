@@ -159,7 +159,8 @@ $contents
    then `export PATH="@PWD/venv/bin:@PATH"`.
 2. Say where your data is, in `site.conf`: a folder with one sub-folder per class (`folder:/data/images`), a table
    (`csv:/data/samples.csv`), or a function of your own (`python:module:function`).
-3. `./start.sh`. The node connects outwards to $address; nobody connects to you: no port has to be opened.
+3. `./start.sh`. The node connects outwards to $address; nobody connects to you: no port has to be opened. It waits
+   where the server is away or does not know its key yet, and says so. After an upgrade of fedhpro, start it again.
 
 ## What leaves this machine
 
