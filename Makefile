@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch threads of the test processes must not fight over the cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-all lint bench setup clean
+.PHONY: run test test-all torture lint bench setup clean
 
 run: setup
 	$(BIN)/fedhpro run
@@ -15,6 +15,11 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2
+
+# kills, full disks, hostile replies, load: docs/reliability.md. Without atheris, hypothesis alone makes the replies
+torture: setup
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	PYTHONPATH=tests $(BIN)/python -m torture
 
 lint: setup
 	$(BIN)/ruff check .

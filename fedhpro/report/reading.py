@@ -80,6 +80,7 @@ class Ending(BaseModel):
     status: str
     rounds: int
     versions: dict[str, str] = {}
+    notes: list[str] = []
 
 
 class SentTensor(BaseModel):
