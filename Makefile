@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch threads of the test processes must not fight over the cores
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-all lint bench setup clean lock locked audit sbom
+.PHONY: run test test-slow test-all torture lint bench setup clean lock locked audit sbom
 
 # Where `make lock` finds torch. A GPU's build: LOCK_TORCH=
 LOCK_TORCH ?= --torch-backend cpu
@@ -24,6 +24,11 @@ test-slow: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2
+
+# kills, full disks, hostile replies, load: docs/reliability.md. Without atheris, hypothesis alone makes the replies
+torture: setup
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	PYTHONPATH=tests $(BIN)/python -m torture
 
 lint: setup
 	$(BIN)/ruff check .

@@ -165,10 +165,10 @@ class Federation:
             record = self.next_round(on_client)
             yield record
             if self.stalled >= self.config.patience:
-                last = record["refused"][-1]
+                reasons = [f"client {refusal['client']}: {refusal['reason']}" for refusal in record["refused"][-1:]]
                 raise FederationStalled(
-                    f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads; "
-                    f"the last refusal: client {last['client']}: {last['reason']}"
+                    f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads, or came "
+                    f"to values that are not finite; the last refusal: {(reasons or ['none'])[0]}"
                 )
 
     @one_thread()  # also for the server: its threads would fight with the workers over the cores
@@ -199,12 +199,10 @@ class Federation:
                     on_client(done, len(chosen))
                 watch.lap("fold")
         watch.lap("train")
-        enough = fold.count >= self.config.min_clients
-        self.stalled = 0 if enough else self.stalled + 1
-        if enough:
-            self._aggregate(number, fold)
+        aggregated = fold.count >= self.config.min_clients and self._aggregate(number, fold)
+        self.stalled = 0 if aggregated else self.stalled + 1
         watch.lap("aggregate")
-        record: Record = {"round": number, "clients": sorted(chosen), "aggregated": enough, "refused": refused}
+        record: Record = {"round": number, "clients": sorted(chosen), "aggregated": aggregated, "refused": refused}
         record |= fold.note
         if self.config.attack != "off":
             record["hostile"] = sorted(self.hostile.intersection(chosen))
@@ -316,15 +314,21 @@ class Federation:
         fold.add(client, model, report | {"samples": upload["samples"]})
         losses.add(section(upload, "loss"), float(upload["samples"]))
 
-    def _aggregate(self, number: int, fold: Fold) -> None:
+    def _aggregate(self, number: int, fold: Fold) -> bool:
+        """Whether it came to anything: from huge values that were allowed each, a method may make some that are not."""
         averaged, stacked = fold.result()
         rng = generator(self.config.seed, "aggregate", number)
         arguments = self.state, averaged, stacked, rng
         if self.server_flops is None:
-            (self.state, override), self.server_flops = accounting.counted(self.method.aggregate, *arguments)
+            (state, override), self.server_flops = accounting.counted(self.method.aggregate, *arguments)
         else:
-            self.state, override = self.method.aggregate(*arguments)
-        self.model = averaged | override
+            state, override = self.method.aggregate(*arguments)
+        model = averaged | override
+        results = [*model.values(), *(value for name, value in state.items() if not name.startswith("log/"))]
+        if not all(bool(value.isfinite().all()) for value in results):
+            return False
+        self.model, self.state = model, state
+        return True
 
     def _rehearse(self) -> None:
         """A client with two random samples, in this process: its upload is the schema that real ones are checked

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -22,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .errors import RunError
+from .errors import DataError, RunError
 
 LOCK = "lock"
+GROWTH = 100  # so many times its own size, and a GB, may be in an archive: what holds more is a bomb
 
 
 class DamagedFile(ValueError):
@@ -41,6 +44,26 @@ def safe_formats() -> list[str]:
 
     Image.init()
     return [name for name in Image.OPEN if name != "EPS"]  # a program, which Pillow would let Ghostscript run
+
+
+def most_unpacked(archive: Path) -> int:
+    return GROWTH * archive.stat().st_size + 10**9
+
+
+def chunks(file: Any, room: int, name: Path) -> Iterator[bytes]:
+    """What is in an opened file, of at most so many bytes."""
+    while chunk := file.read(2**20):
+        room -= len(chunk)
+        if room < 0:
+            raise DataError(f"{name} would come to more than {GROWTH} times the size of its archive: this is no data")
+        yield chunk
+
+
+def decompressed(path: Path) -> bytes:
+    """The content of a file, which may be .gz or .bz2."""
+    opened: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, open)
+    with opened(path, "rb") as file:
+        return b"".join(chunks(file, most_unpacked(path), path))
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -155,6 +155,22 @@ def test_too_few_valid_uploads_change_nothing_and_several_such_rounds_stop_the_r
         assert same(before, federation.snapshot()[0])
 
 
+def test_what_a_method_makes_of_valid_uploads_must_be_finite(tiny_source, monkeypatch):
+    """Values that are huge, but allowed each, may overflow on their way."""
+    with Federation(configure(**(TINY | {"patience": 2, "rounds": 9})), tiny_source) as federation:
+        before = federation.snapshot()[0]
+        real = type(federation.method).aggregate
+
+        def overflow(*arguments):
+            state, override = real(*arguments)
+            return state | {"S": state["S"] * float("inf")}, override
+
+        monkeypatch.setattr(type(federation.method), "aggregate", overflow)
+        with pytest.raises(FederationStalled, match="or came to values that are not finite; the last refusal: none"):
+            list(federation.rounds())
+        assert same(before, federation.snapshot()[0])
+
+
 def test_a_client_that_fails_is_only_missed(tiny_source, monkeypatch):
     with Federation(configure(**TINY), tiny_source) as federation:
         real = federation.trainer.update

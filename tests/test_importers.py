@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedhpro import files
 from fedhpro.data import importers, ingest, sources, store
 from fedhpro.data.catalog import CATALOG, canonical, find
 from fedhpro.errors import DataError
@@ -435,6 +436,24 @@ def test_archives_with_links_or_cut_short(tmp_path):
     refused(CIFAR10, path, "link or a device")
     for name, content in (("x.zip", b"PK\x03\x04nothing"), ("x.tar.gz", gzip.compress(b"x" * 600)[:-12])):
         refused(CIFAR10, _write(tmp_path / name, content), name, "cannot be unpacked")
+
+
+def test_archives_that_would_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "most_unpacked", lambda path: 10**6)
+    monkeypatch.setattr(importers, "most_unpacked", lambda path: 10**6)
+    zeros = bytes(4 * 10**5)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for i in range(3):  # each would fit
+            archive.writestr(f"{i}.bin", zeros)
+    refused(CIFAR10, tmp_path / "x.zip", "2.bin would come to more than 100 times the size of its archive")
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        bomb = tarfile.TarInfo("bomb")
+        bomb.size = 2 * 10**6
+        archive.addfile(bomb, io.BytesIO(bytes(bomb.size)))
+    refused(CIFAR10, tmp_path / "x.tar.gz", "bomb would come to more than")
+    with pytest.raises(DataError, match=r"x\.gz would come to more than"):
+        files.decompressed(_write(tmp_path / "x.gz", gzip.compress(bytes(2 * 10**6))))
+    assert files.decompressed(_write(tmp_path / "y.gz", gzip.compress(zeros))) == zeros
 
 
 # --- anything else ---

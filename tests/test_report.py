@@ -127,9 +127,12 @@ def test_reasons_of_refused_uploads_are_text(runs, tmp_path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[0] |= {"refused": [{"client": 1, "reason": HOSTILE}], "restarted": [{"exit_code": -9}]}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ending = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(ending | {"notes": ["the checkpoint of round 7 is not whole"]}))
     seen = Outline(build_page([read_run(folder)]))
     assert seen.count("script") == 1
     assert f"upload of client 1 refused: {HOSTILE}" in seen.text and "exit code -9" in seen.text
+    assert "in quarantine" in seen.text and "the checkpoint of round 7 is not whole" in seen.text
 
 
 def test_seeds_go_together_and_settings_are_told_apart(runs, tmp_path, hostile_source):

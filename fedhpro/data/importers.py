@@ -6,14 +6,11 @@ code: pickles are read with numpy's arrays and plain containers only, and archiv
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import hashlib
 import io
 import pickle
 import re
-import shutil
 import tarfile
 import warnings
 import zipfile
@@ -28,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import DataError
-from ..files import safe_formats
+from ..files import chunks, decompressed, most_unpacked, safe_formats
 from ..randomness import numpy_generator
 from . import splits, text
 from .catalog import Dataset, Part, plain
@@ -96,21 +93,22 @@ def stamp(path: Path) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """All files of a zip or tar archive, none of them outside the folder; links and devices are refused."""
+    """All files of a zip or tar archive, none of them outside the folder; links, devices and bombs are refused."""
     try:
+        room = most_unpacked(archive)
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as opened:
                 for entry in opened.infolist():
                     if not entry.is_dir():
                         with opened.open(entry) as file:
-                            _put(file, _inside(folder, entry.filename, archive))
+                            room = _put(file, _inside(folder, entry.filename, archive), room)
             return
         with tarfile.open(archive) as tar:
             for member in tar:
                 target = _inside(folder, member.name, archive)
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None:
-                    _put(content, target)
+                    room = _put(content, target, room)
                 elif not member.isdir():
                     raise DataError(f"{archive} has a link or a device in it ({member.name}): unpack it yourself")
     except DataError:
@@ -202,10 +200,13 @@ def _inside(folder: Path, name: str, archive: Path) -> Path:
     return folder.joinpath(*parts)
 
 
-def _put(content: Any, target: Path) -> None:
+def _put(content: Any, target: Path, room: int) -> int:
+    """-> what is left of the room, in bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "wb") as file:
-        shutil.copyfileobj(content, file)
+        for chunk in chunks(content, room, target):
+            room -= file.write(chunk)
+    return room
 
 
 def brief(error: BaseException) -> str:
@@ -565,9 +566,8 @@ def news(folder: Path, dataset: Dataset) -> Found:
 
 def _bytes(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            return gzip.decompress(content)
-        return bz2.decompress(content) if path.suffix == ".bz2" else content
+        return decompressed(path)
+    except DataError:
+        raise
     except BROKEN as error:
         raise DataError(f"{path} cannot be read ({brief(error)}): get it again, it may be cut short") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..files import built_once, cache_folder, checksum
+from ..files import built_once, cache_folder, checksum, decompressed
 from .catalog import CATALOG
 from .sources import Domain, Source, Split
 
@@ -343,8 +342,7 @@ def news_file(folder: Path, name: str) -> Path:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Rows that are not blank, each with its number from 1."""
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        text = decompressed(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise DataError(f"{path}, line {line}: this is not UTF-8 text") from None

@@ -360,7 +360,7 @@ class FlowerEngine:
             raise Refused("it has another model or config than this run")
         if about.get("request") != request:
             raise Refused(f"it answers another request: {_sentence(about.get('request'))}")
-        if k is not None and about.get("client") != k:
+        if k is not None and (type(about.get("client")) is not int or about["client"] != k):
             raise Refused(f"it answers as client {_sentence(about.get('client'))}")
         tensors = reply.content.get(TENSORS)
         if not isinstance(tensors, ArrayRecord):

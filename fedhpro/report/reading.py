@@ -93,6 +93,7 @@ class Ending(BaseModel):
     status: str
     rounds: int
     versions: dict[str, str] = {}
+    notes: list[str] = []
 
 
 class SentTensor(BaseModel):

@@ -144,11 +144,14 @@ def fairness(groups: Sequence[Group]) -> Markup:
 
 
 def troubles(groups: Sequence[Group]) -> Markup:
-    """Refused uploads, rounds that changed nothing, workers that ended, tests that failed."""
-    rows = []
+    """Uploads in quarantine, rounds that changed nothing, workers that ended, tests that failed, files that did not."""
+    rows, reasons = list[list[Any]](), dict[tuple[str, int, int], Counter[str]]()
     for group in groups:
         for run in group.runs:
+            rows += [[_name(group), run.settings.seed, "–", note] for note in run.ending.notes] if run.ending else []
             for record in run.history:
+                for r in record.refused:
+                    reasons.setdefault((_name(group), run.settings.seed, r.client), Counter())[r.reason] += 1
                 name = [_name(group), run.settings.seed, record.round]
                 kept = "" if record.aggregated else "; the model stayed as it was"
                 rows += [[*name, f"upload of client {r.client} refused: {r.reason}{kept}"] for r in record.refused]
@@ -160,8 +163,15 @@ def troubles(groups: Sequence[Group]) -> Markup:
     refused = sum(len(record.refused) for group in groups for run in group.runs for record in run.history)
     idle = sum(not record.aggregated for group in groups for run in group.runs for record in run.history)
     more = f" The first {LISTED} of {len(rows):,} are listed." if len(rows) > LISTED else ""
+    worst = sorted(reasons.items(), key=lambda entry: -entry[1].total())[:LISTED]
+    by_client = [[*who, f"{found.total():,}", found.most_common(1)[0][0]] for who, found in worst]
     return join(
-        tag("p", f"{refused:,} of {uploads:,} uploads were refused; {idle:,} rounds changed nothing.{more}"),
+        tag(
+            "p",
+            f"{refused:,} of {uploads:,} uploads were refused: they are in quarantine, and nothing of them is in the "
+            f"model. {idle:,} rounds changed nothing.{more}",
+        ),
+        table(["run", "seed", "client", "uploads in quarantine", "most often"], by_client) if by_client else NOTHING,
         table(["run", "seed", "round", "what"], rows[:LISTED]),
     )
 
