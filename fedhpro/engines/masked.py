@@ -48,7 +48,7 @@ class Nodes:
         for k in clients:
             if k not in messages:
                 yield k, engine.turned_away.get(k, "no node of this client is connected")
-        yield from self.told(messages, "key")
+        yield from self.told(round, OFFER, messages, "key")
 
     def seal(self, round: int, attempt: int, keys: Mapping[int, bytes]) -> Iterator[tuple[int, Numbers | str]]:
         engine, memory = self.engine, self.engine.federation.memories
@@ -60,7 +60,7 @@ class Nodes:
             messages[k] = engine.message(SEAL, k, what, self.sent if attempt == 0 else None)
         for k, reply in engine.ask(messages, engine.deadline):
             try:
-                about, tensors = engine.read(k, reply)
+                about, tensors = self.read(round, SEAL, k, reply)
                 sealed = tensors.get("sealed")
                 if sealed is None or sealed.dtype != torch.int64:
                     raise Refused("its reply has no masked upload")
@@ -73,16 +73,21 @@ class Nodes:
 
     def reveal(self, round: int, attempt: int, members: Sequence[int]) -> Iterator[tuple[int, bytes | str]]:
         what = {"round": round, "attempt": attempt}
-        yield from self.told({k: self.engine.message(REVEAL, k, what) for k in members}, "seed")
+        yield from self.told(round, REVEAL, {k: self.engine.message(REVEAL, k, what) for k in members}, "seed")
 
-    def told(self, messages: Mapping[int, Message], name: str) -> Iterator[tuple[int, bytes | str]]:
+    def told(
+        self, round: int, step: str, messages: Mapping[int, Message], name: str
+    ) -> Iterator[tuple[int, bytes | str]]:
         for k, reply in self.engine.ask(messages, self.engine.deadline):
             try:
-                about, _ = self.engine.read(k, reply)
+                about, _ = self.read(round, step, k, reply)
                 found = about.get(name)
                 yield k, found if isinstance(found, bytes) else f"its reply has no {name}"
             except Refused as refused:
                 yield k, str(refused)
+
+    def read(self, round: int, step: str, k: int, reply: Message | Exception | None) -> tuple[Record, Tensors]:
+        return self.engine.read(k, reply)
 
 
 # --- the client ----------------------------------------------------------------------------------------------------
