@@ -40,6 +40,7 @@ FRACTION_BITS = 32  # of a fixed-point number
 LARGEST_SUM = 2.0**62  # in units of 2^-32; half of what would be taken for a negative number
 FEWEST = 3  # members: of two, each could subtract itself
 ATTEMPTS = 3  # in a round
+OVER = 2**31  # in place of an attempt: there is none after it
 KEY_BYTES = SEED_BYTES = 32
 
 
@@ -110,7 +111,8 @@ class Member:
     def reveal(self, attempt: int) -> bytes:
         if attempt != self.attempt or not self.seed:
             raise MaskingError("that is not the last upload that was sealed, or its seed was told already")
-        seed, self.seed, self.attempt, self.secret = self.seed, b"", 2**31, secrets.token_bytes(KEY_BYTES)
+        seed, self.seed, self.secret = self.seed, b"", secrets.token_bytes(KEY_BYTES)
+        self.attempt = OVER
         return seed
 
     def _private_key(self):  # type: ignore[no-untyped-def]

@@ -60,7 +60,6 @@ from .files import (
 from .memories import ClientMemories, check_disk, generations_of
 from .methods.base import Tensors
 from .training import copy_into, model_tensors
-from .wire import compress
 
 if TYPE_CHECKING:
     from .report.picture import Picture
@@ -425,8 +424,7 @@ class RunFolder:
         if federation.state:
             save_tensors(self.path / "server.safetensors", federation.state)
         result.costs = accounting.run_costs(federation, result.history, self.records(self.timings))
-        travelling = compress(federation.upload, federation.config.compress)
-        table = accounting.tensor_table(federation.sent(), travelling)
+        table = accounting.tensor_table(federation.sent(), federation.travelling())
         write_atomically(self.path / "costs.json", json.dumps(result.costs | {"tensors": table}, indent=2) + "\n")
         write_atomically(self.path / "result.json", json.dumps(self._summary(federation, result), indent=2) + "\n")
         if federation.confusion:  # not of a resumed run that had nothing left to do

@@ -13,6 +13,7 @@ from flower_grid import LocalGrid
 from fedhpro import masking
 from fedhpro.config import configure
 from fedhpro.data import sources
+from fedhpro.deploy import audit
 from fedhpro.engines import flower, masked
 from fedhpro.engines.flower import ABOUT, TENSORS, from_record, to_record
 from fedhpro.federation import Federation
@@ -175,3 +176,9 @@ def test_a_client_tells_one_seed_in_a_round():
         assert all("told its seed" in answer for _, answer in nodes.reveal(1, 0, range(4)))
         pair = dict(nodes.offer(2, range(2)))
         assert all(f"fewer than {masking.FEWEST}" in answer for _, answer in nodes.seal(2, 0, pair))
+
+
+def test_the_audit_shows_what_leaves():
+    rows = audit.tensors(configure(**(KEYS | {"engine": "flower"})))
+    (leaves,) = [row for row in rows if row["direction"] == audit.LEAVES]
+    assert (leaves["tensor"], leaves["dtype"]) == ("sealed", "int64")

@@ -178,3 +178,9 @@ def test_nothing_is_asked_of_the_network_at_import():
     done = subprocess.run([sys.executable, "-c", NO_NETWORK], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 60
+
+
+def test_the_tests_that_security_md_names_are_there():
+    named = set(re.findall(r"`(tests/\w+\.py)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8")))
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -13,7 +13,6 @@ from ..config import Config
 from ..data.sources import Split
 from ..federation import Federation
 from ..methods.base import Tensors
-from ..wire import compress
 
 Record = dict[str, Any]
 LEAVES, COMES = "up", "down"
@@ -27,8 +26,7 @@ BESIDES = (
 def tensors(config: Config) -> list[Record]:
     """One client's round on two random samples, taken here: names, shapes and types are those of every client."""
     federation = Federation(config)
-    leaves = compress(federation.upload, config.compress) | confusions(federation)
-    rows = tensor_table(federation.sent(), leaves)
+    rows = tensor_table(federation.sent(), federation.travelling() | confusions(federation))
     return sorted(rows, key=lambda row: row["direction"] != LEAVES)
 
 
