@@ -169,7 +169,7 @@ def fuzz(short: bool) -> Figures:
     """Each reply is refused with a reason of one line, or sound; in whole rounds, the model is that of the honest."""
 
     logging.disable(logging.WARNING)
-    started, total = time.monotonic(), 400 if short else 100_000
+    started, total = time.monotonic(), 400 if short else 115_000
     kinds = [{"method": "fedproto", "exchange": "classifier"}, {"method": "fedhpro", "exchange": "model"}]
     shares = [0.9, 0.1]  # a reply with a whole model takes longer to check
     shares = [1.0] if short else shares

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_grid import LocalGrid
+from flwr.app import Message
 
 from fedhpro import runs
 from fedhpro.callbacks import Callback
@@ -80,7 +81,7 @@ class Watch(Callback):
         self.counts["clients"] += len(record["clients"])
         self.counts["refused"] += len(record["refused"])
         self.counts["replaced"] += len(record.get("restarted", []))
-        self.memory.append((record["round"], proportional_mb()))
+        self.memory.append((record["round"], own_mb()))
         if time.monotonic() > self.end_at:
             raise KeyboardInterrupt
 
@@ -110,14 +111,14 @@ def slope(points: list[tuple[int, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / spread if spread else 0.0
 
 
-def proportional_mb() -> float:
-    """Of this process and its children: what they share is counted once (PSS)."""
+def own_mb() -> float:
+    """Of this process and its workers, without files and libraries: what they share is counted once (PSS)."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     total = 0
     for pid in ("self", *children):
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     return total / 1024
 
 
@@ -137,13 +138,18 @@ def load_grid(seconds: float, place: Path, clients: int) -> None:
     rng, faults = random.Random(0), Counter[str]()
 
     class FaultyGrid(LocalGrid):
+        round = 0
+
         def push_messages(self, messages: Any) -> Any:
-            identifiers = list(super().push_messages(messages))
-            self.seen.clear()
-            if len(self.replies) > 4 * clients:  # those that nobody waited for any longer
-                for identifier in list(self.replies)[:clients]:
-                    del self.replies[identifier]
-            return identifiers
+            """What nobody waited for any longer goes, as it does at a SuperLink."""
+            messages = list(messages)
+            about = messages[0].content["about"]
+            if about.get("round", 0) > self.round:
+                self.round = about["round"]
+                self.seen.clear()
+                late.clear()
+                self.replies = {i: r for i, r in self.replies.items() if isinstance(r, Message) and is_greeting(r)}
+            return super().push_messages(messages)
 
         def pull_messages(self, message_ids: Any) -> Any:
             now = time.monotonic()
@@ -158,8 +164,11 @@ def load_grid(seconds: float, place: Path, clients: int) -> None:
 
     late: dict[str, float] = {}
 
+    def is_greeting(message: Message) -> bool:
+        return message.metadata.message_type == "query"
+
     def meddle(message: Any, reply: Any, context: Any) -> Any:
-        if message.metadata.message_type == "query":
+        if is_greeting(message):
             return reply
         luck = rng.random()
         if luck < 0.01:
@@ -167,7 +176,6 @@ def load_grid(seconds: float, place: Path, clients: int) -> None:
             return None
         if luck < 0.03:
             faults["late"] += 1
-            late.clear()
             late[message.metadata.message_id] = time.monotonic() + rng.choice([0.3, 5.0])
         elif luck < 0.05:
             faults["garbage"] += 1
