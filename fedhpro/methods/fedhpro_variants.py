@@ -16,13 +16,12 @@ from torch import Tensor
 from .. import equations as eq
 from . import fedhpro_released as released
 from .base import Client, Count, Net, Tensors
-from .fedhpro_global import FedHProGlobal
-from .refit import hard_means, refitted
+from .refit import FedHProRefit
 from .uplink import Features
 
 
 @dataclass(frozen=True)
-class FedHProVariants(FedHProGlobal):
+class FedHProVariants(FedHProRefit):
     """FedHPro: Federated Hyper-Prototype Learning via Gradient Matching (ICML 2026)."""
 
     name = "fedhpro"
@@ -34,7 +33,6 @@ class FedHProVariants(FedHProGlobal):
     hpal_form: Literal["sum", "unit-mean"] = "sum"  # Eq 13 (paper), or of unit vectors and as a mean over d (code)
     hpal_warmup: Count = 0  # rounds over which the weight of HPAL grows to 1
     retrain_classifier: bool = False  # h* re-trained at the server on synthetic features (code; not in the paper)
-    refit: Literal["off", "means", "gradients"] = "off"  # h* fitted again on the clients' class means, or hard means
 
     def __post_init__(self) -> None:
         if self.uplink == "probabilities" and self.gradients == "before":
@@ -66,19 +64,7 @@ class FedHProVariants(FedHProGlobal):
             context["H"] = F.normalize(context["H"], dim=1)
         if self.gradients == "before" and self.matches:
             context |= self.class_gradients(*client.features(**self.gradient_pass), client.net)
-        return context | (self.points(client) if self.refit != "off" else {})
-
-    def points(self, client: Client) -> Tensors:
-        """Of the received model, the same one at every client: what h* is fitted to again."""
-        (z, y), h = client.features(), client.net.classifier
-        if self.refit == "means":
-            points, counts = eq.class_means(z, y, client.net.num_classes)  # Eq 2
-        else:
-            points, counts = hard_means(z, y, h.weight.detach(), h.bias.detach())
-        return {"points": points, "held": counts}
-
-    def report(self, client: Client, context: Tensors) -> Tensors:
-        return super().report(client, context) | {k: context[k] for k in ("points", "held") if k in context}
+        return context
 
     def report_gradients(self, features: Features, net: Net, context: Tensors) -> Tensors:
         if self.gradients == "before":
@@ -106,11 +92,8 @@ class FedHProVariants(FedHProGlobal):
             state = state | {"round": state["round"] + 1}
         if self.retrain_classifier:
             state, override = released.retrain(state, reports, rng)
-        if self.refit != "off":
-            h = model["classifier.weight"], model["classifier.bias"]
-            weight, bias = refitted(reports["points"], reports["held"] > 0, *h)
-            override = {"classifier.weight": weight, "classifier.bias": bias}
-        return super().aggregate(state, model | override, reports, rng)[0], override
+        state, refitted = super().aggregate(state, model | override, reports, rng)
+        return state, override | refitted
 
     def margin_of(self, means: Tensor, counts: Tensor) -> Tensor:
         return released.inner_margin(means) if self.margin == "denominator" else super().margin_of(means, counts)

@@ -1,4 +1,4 @@
-"""The averaged classifier h*, fitted again at the server on one point per client and class.
+"""FedHPro with the averaged classifier h* fitted again at the server, on one point per client and class.
 
 The row of class c in the gradient of cross-entropy with respect to W is, from the samples of class c, -sum_i (1 - p_ic)
 z_i. One point that stands for them has this direction: s = sum_i (1 - p_ic) z_i / sum_i (1 - p_ic), the mean of the
@@ -7,11 +7,46 @@ samples that h* still gets wrong. That is gradient matching on W in closed form:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
+from .base import Client, Tensors
+from .fedhpro_global import FedHProGlobal
+
+
+@dataclass(frozen=True)
+class FedHProRefit(FedHProGlobal):
+    refit: Literal["off", "means", "gradients"] = "off"  # h* fitted again on the clients' class means, or hard means
+
+    def prepare(self, client: Client) -> Tensors:
+        return super().prepare(client) | (self.points(client) if self.refit != "off" else {})
+
+    def points(self, client: Client) -> Tensors:
+        """Of the received model, the same one at every client: what h* is fitted to again."""
+        (z, y), h = client.features(), client.net.classifier
+        if self.refit == "means":
+            points, counts = eq.class_means(z, y, client.net.num_classes)  # Eq 2
+        else:
+            points, counts = hard_means(z, y, h.weight.detach(), h.bias.detach())
+        return {"points": points, "held": counts}
+
+    def report(self, client: Client, context: Tensors) -> Tensors:
+        return super().report(client, context) | {k: context[k] for k in ("points", "held") if k in context}
+
+    def aggregate(
+        self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        override: Tensors = {}
+        if self.refit != "off":
+            h = model["classifier.weight"], model["classifier.bias"]
+            weight, bias = refitted(reports["points"], reports["held"] > 0, *h)
+            override = {"classifier.weight": weight, "classifier.bias": bias}
+        return super().aggregate(state, model | override, reports, rng)[0], override
 
 
 def hard_means(z: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
