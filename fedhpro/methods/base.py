@@ -71,8 +71,7 @@ class Method:
             METHODS[cls.name] = cls
 
     @property
-    def counts_all(self) -> bool:
-        """Whether what clients report as counts by class is of all their samples."""
+    def counts_all(self) -> bool:  # whether what clients report as counts by class is of all their samples
         return True
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
