@@ -49,7 +49,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 # The supply chain (docs/supply-chain.md): versions and hashes of everything, an environment of them alone, what is known against
 # them, and the list of parts.
 lock: $(TOOLS)/.ready
-	$(TOOLS)/bin/uv pip compile pyproject.toml --extra flower -c constraints.txt --python-version 3.11 --generate-hashes \
+	$(TOOLS)/bin/uv pip compile pyproject.toml --extra flower --extra privacy -c constraints.txt --python-version 3.11 --generate-hashes \
 		--no-annotate $(LOCK_TORCH) --custom-compile-command "make lock" --quiet --upgrade -o requirements.lock
 
 locked: $(LOCKED)/.ready

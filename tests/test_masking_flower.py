@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, synthetic_split
 
 pytest.importorskip("flwr", reason="Flower is an extra: pip install 'fedhpro[flower]'")
 
@@ -57,8 +57,8 @@ def test_nothing_that_leaves_a_client_can_be_read():
     assert {name for name, _ in replies} == {"query", masked.OFFER, masked.SEAL, masked.REVEAL}
     for name, reply in replies:
         about, tensors = reply.content.config_records[ABOUT], from_record(reply.content.array_records[TENSORS])
-        allowed = {"version", "client", "digest"}
-        allowed |= {"query": {"samples"}, masked.OFFER: {"key"}, masked.REVEAL: {"seed"}}.get(name, set())
+        allowed = {"version", "client", "digest", "request"}
+        allowed |= {"query": {"samples", "held_out"}, masked.OFFER: {"key"}, masked.REVEAL: {"seed"}}.get(name, set())
         allowed |= {"remembered", "recalled"} if name == masked.SEAL else set()
         assert set(about) == allowed
         assert about.get("samples", 1) == 1, "how many it has is not told"
@@ -128,11 +128,11 @@ def test_a_node_that_was_started_again_is_left_out_of_this_round():
     [
         (masked.OFFER, lambda about, content: about.update(key=b"short"), "not 32 bytes"),
         (masked.OFFER, lambda about, content: about.update(key="text"), "has no key"),
-        (masked.SEAL, lambda about, content: content.update({TENSORS: to_record({})}), "no masked upload"),
+        (masked.SEAL, lambda about, content: content.update({TENSORS: to_record({})}), "sealed is missing"),
         (
             masked.SEAL,
             lambda about, content: content.update({TENSORS: to_record({"sealed": torch.zeros(3, dtype=torch.int64)})}),
-            "not of the right size",
+            "sealed has shape [3]",
         ),
         (masked.SEAL, lambda about, content: about.update(client=0), "answers as client 0"),
     ],
@@ -182,3 +182,18 @@ def test_the_audit_shows_what_leaves():
     rows = audit.tensors(configure(**(KEYS | {"engine": "flower"})))
     (leaves,) = [row for row in rows if row["direction"] == audit.LEAVES]
     assert (leaves["tensor"], leaves["dtype"]) == ("sealed", "int64")
+
+
+def squares():
+    split = synthetic_split(40, 4, 1)
+    return split.x, split.y
+
+
+def test_a_site_does_not_say_how_many_samples_it_has():
+    """Nor how many it holds out, a fifth of them."""
+    grid, said = LocalGrid(3, data="python:test_masking_flower:squares"), []
+    grid.meddle = lambda message, reply, _: said.append(reply.content.config_records[ABOUT]) or reply
+    sites = {"data": "sites", "classes": "a,b,c,d", "image_size": 16, "clients": 3, "evaluation": "off"}
+    (record,), _ = through_flower(grid, clients_per_domain="none", **sites)
+    assert record["aggregated"] and record["refused"] == []
+    assert {(about["samples"], about["held_out"]) for about in said if "samples" in about} == {(1, 0)}

@@ -37,8 +37,9 @@ def test_every_line_of_the_lock_has_one_version_and_hashes(locked):
 
 def test_the_lock_is_up_to_date_with_pyproject_and_constraints(locked):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["flower"]]
-    for requirement in wanted:
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["flower"], *extras["privacy"]]
+    for requirement in map(Requirement, wanted):
         version, _ = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"make lock: {requirement} is not what is locked, {version}"
     pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
