@@ -669,7 +669,9 @@ def hello(
     client, federation = site.federation.clients[k], site.federation
     local = federation.privacy is not None and federation.privacy.where == "local"
     withheld = local or federation.config.secure
-    return {"samples": 1 if withheld else len(client.train), "held_out": len(client.held_out)}, {}
+    if withheld:  # and how many it holds out would tell how many it has
+        return {"samples": 1, "held_out": 0}, {}
+    return {"samples": len(client.train), "held_out": len(client.held_out)}, {}
 
 
 @client_app.train()
