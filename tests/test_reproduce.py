@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import CHROMIUM, Browser
 from conftest import call
 
 from fedhpro import cli, estimate, matrix, measures, probe, reproduce, reproduce_cli, tables
@@ -188,6 +189,22 @@ def test_the_page_has_a_chart_links_and_no_markup_of_others(done):
     assert page.count("<svg") >= 2 and "<b>M=0</b>" not in page and "&lt;b&gt;M=0&lt;/b&gt;" in page
     links = re.findall(r'href="(runs/[^"]+)"', page)
     assert len(links) == 3 and all((done[0] / "out" / link).is_file() for link in links)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine: apt-get install chromium")
+def test_the_page_in_a_browser(done, tmp_path):
+    page = done[0] / "out/tiny.html"
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        for width in (1200, 375):
+            browser.resize(width, 800)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate("document.querySelector('figure svg').getBoundingClientRect().width") > 200
+        assert browser.complaints() == [] and set(browser.requests()) == {page.as_uri()}
+    finally:
+        browser.close()
 
 
 def test_latex_is_escaped(done):
