@@ -79,13 +79,13 @@ ODD = {
 def test_a_site_cannot_send_anything_else_in_its_place():
     flower = pytest.importorskip("fedhpro.engines.flower", reason="fedhpro[flower] is not installed")
     federation = SimpleNamespace(source=SimpleNamespace(num_classes=2))
-    engine = SimpleNamespace(federation=federation, heads=lambda sent: ["head", LOSS])
+    engine = SimpleNamespace(federation=federation, test_size=lambda test: 4)
     table, loss = torch.ones(2, 2, dtype=torch.int64), torch.tensor(0.5, dtype=torch.float64)
     test = cpu.Test("held-out/0")
 
     def read(**tensors):
         named = {f"0/{name}": value for name, value in tensors.items()}
-        return flower.FlowerEngine.confusions(engine, [test], named, {})
+        return flower.FlowerEngine.confusions(engine, [test], named, ["head", LOSS])
 
     assert read(head=table, loss=loss) == {test: {"head": table, LOSS: loss}}
     assert read(head=table) == {}  # a test is whole, or left out

@@ -50,7 +50,9 @@ class Desk:
 
     def judge(self, reply: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
         """Why it is refused, or None; and what would be aggregated."""
+        node = self.engine.nodes[0]
         answer = self.engine.answer(1, 0, reply)
+        self.engine.nodes[0] = node  # who does not answer would have to say hello again
         return answer.error or self.federation.problem(0, answer.upload), answer.upload
 
     def message(self, about: Any, tensors: Any) -> Any:
