@@ -22,11 +22,10 @@ from fedhpro.training import section
 
 PROTOCOLS = {
     "fedavg, models": {"method": "fedavg"},
-    "fedhpro, models": {"method": "fedhpro"},
-    "fedhpro, classifiers": {"method": "fedhpro", "exchange": "classifier"},
     "fedproto, prototypes": {"method": "fedproto", "exchange": "prototypes"},
+    "fedhpro, classifiers": {"method": "fedhpro", "exchange": "classifier"},
 }
-NOISE = (None, 0.01, 0.1, 1.0)
+NOISE = (None, 0.1, 1.0, 4.0)
 
 
 def norms(keys: dict[str, object]) -> dict[str, float]:
