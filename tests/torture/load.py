@@ -29,14 +29,20 @@ from .common import SMALL, Figures, ended, in_a_child, promise
 
 
 def load(short: bool, minutes: float = 10.0) -> Figures:
+    """Both kinds of clients side by side, each with a server of its own."""
     seconds = 3.0 if short else 60.0 * minutes
-    figures = Figures()
-    for name, work in (("workers", load_workers), ("grid", load_grid)):
-        with tempfile.TemporaryDirectory(prefix="torture-") as place:
-            pid = in_a_child(lambda work=work, place=place: work(seconds, Path(place), 20 if short else 100))
-            promise(ended(pid) == 0, f"load on {name} failed")
-            found = json.loads(Path(place, "figures.json").read_text())
-        figures |= {f"{name}: {what}": value for what, value in found.items()}
+    figures, kinds = Figures(), {"workers": load_workers, "grid": load_grid}
+    with tempfile.TemporaryDirectory(prefix="torture-") as place:
+        pids = {}
+        for name, work in kinds.items():
+            own = Path(place, name)
+            own.mkdir()
+            pids[name] = in_a_child(lambda work=work, own=own: work(seconds, own, 20 if short else 100))
+        failed = [name for name, pid in pids.items() if ended(pid) != 0]
+        promise(not failed, f"load on {' and '.join(failed)} failed")
+        for name in kinds:
+            found = json.loads(Path(place, name, "figures.json").read_text())
+            figures |= {f"{name}: {what}": value for what, value in found.items()}
     return figures
 
 
