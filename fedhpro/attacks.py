@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from . import wire
 from .config import Config
 from .data.clients import ClientData, Part, Samples
 from .errors import ConfigError
@@ -63,11 +64,9 @@ class Attack:
         for name, value in upload.items():
             if self.kind in ON_MODELS and name.startswith("model/"):
                 spoilt[name] = self.moved(value, received[name].to(value.device), rng)
-                if name.endswith("running_var"):
-                    spoilt[name] = spoilt[name].clamp_min(0)
             elif self.kind == "poison" and name.startswith("report/") and value.is_floating_point():
                 spoilt[name] = self.scale * value.roll(1, 0)
-        return spoilt
+        return wire.non_negative(spoilt)
 
     def moved(self, value: Tensor, start: Tensor, rng: torch.Generator) -> Tensor:
         step = value - start

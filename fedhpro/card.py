@@ -48,14 +48,14 @@ def write_card(run: str | Path) -> Path:
     config = _read(run / "config.toml", tomllib.loads)
     if not (about or result or config):
         raise RunError(f"{run} is not a run folder: give one that `fedhpro run` wrote")
-    facts = config | result | {"privacy_kind": config.get("privacy")}
+    facts = config | result
     facts["kind"] = about.get("kind", "text" if config.get("model") == "textcnn" else "image")
     sections = {
         "What it is": _model(about, facts),
         "Data": _data(config, result, facts["kind"]),
         "Accuracy": _accuracy(config, result),
         "Training": _training(config, result),
-        "What left the clients": _traffic(facts, result),
+        "What left the clients": _traffic(config, facts, result),
         "Intended use and limits": _limits(facts, result),
         "How to use it": _usage(run, about),
         "Run it again": _again(config, result),
@@ -180,12 +180,12 @@ def _method_keys(config: Facts) -> list[str]:
     return list(method_keys(config["method"])) if config.get("method") in METHODS else []
 
 
-def _traffic(facts: Facts, result: Facts) -> str:
+def _traffic(config: Facts, facts: Facts, result: Facts) -> str:
     samples = POOLED if _pools_data(facts) else KEPT
     if privacy := result.get("privacy"):
         samples = (
             "Samples did not leave the clients. What left was protected by client-level differential privacy with "
-            f"{facts['privacy_kind']} noise: epsilon = {privacy['epsilon']:g} at delta = {facts.get('delta')}."
+            f"{config.get('privacy')} noise: epsilon = {privacy['epsilon']:g} at delta = {config.get('delta')}."
         )
     rows = [
         ("sent by the clients, all rounds", _bytes(result.get("bytes_up"))),

@@ -17,7 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
-from .config import PRESETS, Config, configure, describe_type, method_keys, method_notes, method_types, parse
+from .config import (
+    PRESETS,
+    Config,
+    configure,
+    describe_type,
+    method_keys,
+    method_notes,
+    method_types,
+    names_and_keys,
+    parse,
+)
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
@@ -153,7 +163,7 @@ def compare(
     """
     from . import comparison, runs
 
-    names, common = _methods_and_keys(arguments or [])
+    names, common = names_and_keys(arguments or [])
     names = [*(comparison.ALL if everything else ()), *names]
     if not names:
         raise ConfigError("name at least one method, or give --all")
@@ -242,7 +252,7 @@ def costs(
     from . import costs as table_4
     from .comparison import ALL
 
-    names, keys = _methods_and_keys(arguments or [])
+    names, keys = names_and_keys(arguments or [])
     if "method" in keys:
         raise ConfigError("method is not a key here: name the methods, as in `fedhpro costs fedavg fedhpro`")
     names, keys = names or list(ALL), table_4.usual_keys(keys) | keys
@@ -386,12 +396,6 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     if result.status == "interrupted":
         err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
         raise typer.Exit(130)
-
-
-def _methods_and_keys(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """What names a row (fedhpro, fedhpro:M=0), and the key=value of all rows."""
-    names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
-    return names, parse(a for a in arguments if a not in names)
 
 
 def _print_keys(config: Config) -> None:

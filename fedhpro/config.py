@@ -11,7 +11,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -267,6 +267,12 @@ def parse(arguments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"{name} is given twice")
         keys[name] = value
     return keys
+
+
+def names_and_keys(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """What names something (fedhpro, fedhpro:M=0, table2, a folder), and the key=value arguments."""
+    names = [a for a in arguments if "=" not in a or ":" in a.partition("=")[0]]
+    return names, parse(a for a in arguments if a not in names)
 
 
 def load(path: Path) -> Config:

@@ -230,9 +230,14 @@ class Federation:
 
     def problem(self, client: int, upload: Tensors) -> str | None:
         """Why that upload cannot be used, or None."""
-        if self.privacy is not None and self.privacy.where == "local":  # how many samples it has is withheld
+        if self.withheld:
             return wire.problem(upload, self.schema)
         return wire.problem(upload, self.schema, self.sizes[client], self.method.counts_all)
+
+    @property
+    def withheld(self) -> bool:
+        """Whether the server is not to learn how many samples a client has."""
+        return self.config.secure or self.config.privacy == "local"
 
     def sample(self, number: int) -> list[int]:
         """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""

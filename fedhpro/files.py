@@ -163,15 +163,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-def packed(tensors: Mapping[str, Tensor], **about: str) -> bytes:
+def packed(tensors: Mapping[str, Tensor]) -> bytes:
     """The tensors in the format of safetensors, which gives one name to one memory."""
-    return save(_owned(tensors), about or None)
+    return save(_owned(tensors))
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], **about: str) -> str:
     """With the checksum of the content, and whatever else is to be remembered, in the header. -> the checksum"""
     owned = _owned(tensors)
-    write_atomically(path, packed(owned, **about, sha256=(digest := checksum(owned))))
+    write_atomically(path, save(owned, about | {"sha256": (digest := checksum(owned))}))
     return digest
 
 

@@ -358,10 +358,9 @@ def check(federation: Federation) -> None:
         raise ConfigError(
             f"secure=true: method={c.method} looks at what each client sent, and the server has the sum only"
         )
-    for key in ("robust", "privacy"):
-        if (value := getattr(c, key, "off")) != "off":
-            why = {"robust": "compares single uploads", "privacy": "clips single uploads"}[key]
-            raise ConfigError(f"secure=true: {key}={value} {why}, and the server has the sum only")
+    for key, chosen, why in (("robust", c.robust, "compares"), ("privacy", c.privacy, "clips")):
+        if chosen != "off":
+            raise ConfigError(f"secure=true: {key}={chosen} {why} single uploads, and the server has the sum only")
     if getattr(method, "uplink", "gradients") == "probabilities":
         raise ConfigError(
             "secure=true: uplink=probabilities is decoded with each client's own classifier, and the server has none "

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from . import wire
+from .data.sources import SITES
 from .errors import ConfigError
 from .methods.base import Tensors
 from .randomness import generator
@@ -46,7 +48,7 @@ class Privacy:
     def of(cls, config: Config) -> Privacy | None:
         if config.privacy == "off":
             return None
-        seed = None if config.data == "sites" else config.seed  # clients of a deployment know the seed
+        seed = None if config.data == SITES else config.seed  # clients of a deployment know the seed
         c = config
         return cls(c.privacy, c.clip, c.clip_report, c.noise, c.delta, c.epsilon, seed)  # type: ignore[arg-type]
 
@@ -121,7 +123,7 @@ class Privacy:
         groups, sent = self.bounds(model, report), withheld(upload)
         for group, bound in groups:
             sent |= noised(clipped(group, bound), self.deviation(bound, len(groups)), rng)
-        return sent | non_negative({name: received[name] + sent[name] for name in model})
+        return sent | wire.non_negative({name: received[name] + sent[name] for name in model})
 
 
 class PrivateSum:
@@ -154,7 +156,7 @@ class PrivateSum:
         for group, bound in groups:
             found |= noised(group, self.privacy.deviation(bound, len(groups)), self.rng)
         mean = {name: value / self.asked for name, value in found.items()}
-        model = non_negative({name: self.start[name] + mean[name] for name in self.model})
+        model = wire.non_negative({name: self.start[name] + mean[name] for name in self.model})
         report = {name: mean[name] for name in self.report}
         report |= {name: torch.full_like(value, self.asked) for name, value in self.held.items()}
         return model, {name: value[None] for name, value in report.items()}
@@ -174,11 +176,6 @@ def noised(tensors: Tensors, deviation: float, rng: torch.Generator) -> Tensors:
         name: value + deviation * torch.randn(value.shape, generator=rng).to(value)
         for name, value in sorted(tensors.items())
     }
-
-
-def non_negative(model: Tensors) -> Tensors:
-    """Noise must not make a variance negative."""
-    return {name: value.clamp_min(0) if name.endswith("running_var") else value for name, value in model.items()}
 
 
 def withheld(upload: Tensors) -> Tensors:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .config import configure, parse
+from .config import configure, names_and_keys, parse
 from .errors import ConfigError, DataError
 
 out, err = Console(), Console(stderr=True)
@@ -47,8 +47,7 @@ def reproduce(
     """
     from . import reproduce as experiments
 
-    given = [argument for argument in arguments or [] if "=" not in argument]
-    keys = parse(argument for argument in arguments or [] if "=" in argument)
+    given, keys = names_and_keys(arguments or [])
     for name in {"method", "seed", "out", "workers"} & keys.keys():
         raise ConfigError(f"{name} is not a key here: the experiment, --seeds, --out and --parallel say it")
     chosen = [*(experiments.names() if everything else ()), *given]
@@ -150,7 +149,7 @@ def _go(
         failed.extend([text] if status not in ("finished", "interrupted") else [])
         out.print(text, markup=False, highlight=False, soft_wrap=True, style="" if status == "finished" else "yellow")
 
-    whole = run_all(configs, at_once, say)
+    whole = run_all(left, at_once, say)
     _save(plans, folder)
     if not whole:
         err.print("interrupted: the same command goes on with it", style="yellow")

@@ -71,6 +71,11 @@ def misfit(upload: Tensors, schema: Schema) -> str | None:
     return None
 
 
+def non_negative(model: Tensors) -> Tensors:
+    """With BatchNorm's variances cut at 0, where something added to them made them negative."""
+    return {name: value.clamp_min(0) if name.endswith("running_var") else value for name, value in model.items()}
+
+
 COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

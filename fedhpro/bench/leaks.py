@@ -23,6 +23,7 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, one_hot
 
+from .. import wire
 from ..config import configure
 from ..data import load
 from ..engines.cpu import one_thread
@@ -160,7 +161,7 @@ class Attack:
         for change in clipped_with_noise(changes, z, rng):
             parts = change.split([self.sent[n].numel() for n in names])
             model = {n: self.sent[n] + part.view_as(self.sent[n]) for n, part in zip(names, parts, strict=True)}
-            models.append({n: v.clamp_min(0) if n.endswith("running_var") else v for n, v in model.items()})
+            models.append(wire.non_negative(model))
         kinds = [name for name in self.reports[0] if name != "counts"]
         noisy = [clipped_with_noise([report[name] for report in self.reports], z, rng) for name in kinds]
         return models, [dict(zip(kinds, values, strict=True)) for values in zip(*noisy, strict=True)]

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from ..config import configure, parse
+from ..config import configure, names_and_keys, parse
 from ..errors import UserError
 from .folder import DeployError, Deployment, prepared
 
@@ -175,8 +175,7 @@ def audit(
     """Print exactly which tensors, shapes and bytes leave a site in a round, and which come in."""
     from .audit import BESIDES, COMES, LEAVES, table, tensors
 
-    folders = [argument for argument in arguments or [] if "=" not in argument]
-    keys = parse(argument for argument in arguments or [] if "=" in argument)
+    folders, keys = names_and_keys(arguments or [])
     if len(folders) > 1 or (folders and keys):
         raise DeployError("audit takes one deployment's folder, or keys of a config, not both")
     config = Deployment.open(Path(folders[0])).config if folders else configure(**keys)

@@ -666,10 +666,8 @@ def _may_leave(error: Exception, private: bool) -> str:
 def hello(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
-    client, federation = site.federation.clients[k], site.federation
-    local = federation.privacy is not None and federation.privacy.where == "local"
-    withheld = local or federation.config.secure
-    if withheld:  # and how many it holds out would tell how many it has
+    client = site.federation.clients[k]
+    if site.federation.withheld:  # and how many it holds out would tell how many it has
         return {"samples": 1, "held_out": 0}, {}
     return {"samples": len(client.train), "held_out": len(client.held_out)}, {}
 
