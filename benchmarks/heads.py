@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import awake  # noqa: F401 - a method of its own, which a run may name
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -30,6 +30,9 @@ def one(name: str, keys: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     import fedhpro
 
+    if keys.get("method") == "awake":
+        import awake  # noqa: F401 - registers it
+
     folder = out / "runs" / name
     if (folder / "config.toml").exists():
         done = fedhpro.resume(folder)

@@ -1,10 +1,13 @@
 """Tables and curves of docs/RESULTS.md from the files that matrix.py and heads.py leave.
 
     python benchmarks/tables.py results/office-caltech.jsonl results/digits.jsonl [--figure docs/results.png]
+    python benchmarks/tables.py results/*-confirm.jsonl --against fedhpro fedhpro-M0
     python benchmarks/tables.py results/heads.jsonl
 
 Means and sample standard deviations over seeds, in per cent, of runs that reached their last round; last5 is the mean
-of the last five evaluations. Gains over FedAvg are taken seed by seed.
+of the last five evaluations. Gains over FedAvg, and differences to other runs (--against, with their standard errors,
+then those of each seed), are taken seed by seed. Several files of one group, as of a setting and its rivals, can be
+given as one: a.jsonl+b.jsonl.
 """
 
 from __future__ import annotations
@@ -35,10 +38,11 @@ Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py ke
 
 def read(path: Path) -> Runs:
     found: Runs = {}
-    for line in path.read_text().splitlines():
+    for line in "".join(Path(part).read_text() for part in str(path).split("+")).splitlines():
         run = json.loads(line)
         name, seed = run["run"].rsplit("-seed", 1)
-        if run["rounds"] and run["rounds"][-1]["round"] == configure(**run["keys"]).rounds:
+        length = {key: run["keys"][key] for key in ("preset", "rounds", "data") if key in run["keys"]}
+        if run["rounds"] and run["rounds"][-1]["round"] == configure(**length).rounds:
             found.setdefault(name, {})[int(seed)] = run
     return found
 
@@ -73,6 +77,21 @@ def table(path: Path) -> str:
             cells += [f"{paper[name]:.2f}" if there else ""]
             cells += [f"{paper[name] - paper['fedavg']:+.2f}" if there and name != "fedavg" else ""]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def differences(path: Path, others: list[str]) -> str:
+    runs = read(path)
+    lines = [f"| final minus that of | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|"]
+    for name, seeds in runs.items():
+        cells = []
+        for other in others:
+            both = sorted(seeds.keys() & runs[other].keys())
+            gaps = [final(seeds[seed]) - final(runs[other][seed]) for seed in both]
+            error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
+            each = ", ".join(f"{gap:+.1f}" for gap in gaps)
+            cells.append(f"{statistics.fmean(gaps):+.2f}{error} ({each})" if gaps and name != other else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -116,10 +135,13 @@ def draw(paths: list[Path], target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--against", nargs="+", default=[])
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     for path in options.files:
         print(f"\n{path.stem}\n\n" + (heads_table(path) if path.stem == "heads" else table(path)))
+        if options.against:
+            print("\n" + differences(path, options.against))
     if options.figure:
         draw(options.files, options.figure)
 

@@ -151,7 +151,7 @@ def test_no_parameter_of_a_method_shadows_a_key(method):
         ({"model": "resnet_18"}, "there is no model 'resnet_18': did you mean 'resnet18'?"),
         ({"stem": "3x3/3"}, "there is no stem '3x3/3': did you mean '3x3/2'?"),
         ({"preset": "papr"}, "there is no preset 'papr': did you mean 'paper'?"),
-        ({"preset": "xyz"}, "there is no preset 'xyz': choose one of paper, released"),
+        ({"preset": "xyz"}, "there is no preset 'xyz': choose one of paper, plus, released"),
         ({"local_epoch": 3}, "there is no key 'local_epoch': did you mean 'local_epochs'?"),
         ({"hpcl_scael": 3}, "there is no key 'hpcl_scael': did you mean 'hpcl_scale'?"),
         ({"perset": "paper"}, "there is no key 'perset': did you mean 'preset'?"),
@@ -250,6 +250,7 @@ def test_parse_mistakes(arguments, message):
     [
         {},
         {"preset": "paper"},
+        {"preset": "plus"},
         {"preset": "released"},
         {"preset": "released", "method": "fedavg"},
         {"width": None, "dim": 128, "workers": 0, "seed": 2**63},

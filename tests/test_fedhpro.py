@@ -203,11 +203,39 @@ def test_probabilities_of_the_received_model_cannot_be_decoded():
         configure(preset="released", uplink="probabilities")
 
 
+def test_frozen_anchors_need_no_gradients(tiny_source):
+    keys = {"rounds": 2, "M": 0}
+    plain, _, ours = run(tiny_source, **keys)
+    less, _, theirs = run(tiny_source, **keys, uplink="off")
+    assert ours.schema.keys() - theirs.schema.keys() == {"report/gradients", "report/counts"}
+    assert [r["accuracy"] for r in less] == [r["accuracy"] for r in plain]
+    assert all(torch.equal(ours.model[name], theirs.model[name]) for name in ours.model)
+    with pytest.raises(ConfigError, match=r"^uplink=off needs M=0"):
+        configure(uplink="off")
+    with pytest.raises(ConfigError, match=r"^uplink=off is for fedhpro with M=0"):
+        configure(method="fedproto-hp", uplink="off", M=0)
+
+
+def test_preset_plus_has_anchors_that_features_can_reach_and_sends_the_model_alone(tiny_source):
+    _, _, federation = run(tiny_source, **(PRESETS["plus"] | TINY))
+    S = federation.state["S"][:, 0]
+    gram = S @ S.T
+    torch.testing.assert_close(gram, torch.eye(len(S)) * S.shape[1])
+    assert S.min() == 0 and not [name for name in federation.schema if name.startswith("report/")]
+    paper = configure(preset="paper").flat()
+    assert {key for key, value in configure(preset="plus").flat().items() if value != paper[key]} == {
+        "I", "M", "hyper_init", "uplink"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^hyper_init=blocks: 4 classes have no 3 features to share out$"):
+        run(tiny_source, **(TINY | {"hyper_init": "blocks", "dim": 3}))
+
+
 @pytest.mark.parametrize(
     "method, before, after",
     [
         (FedHPro(), 1, 1),
         (FedHPro(margin="off"), 0, 1),
+        (FedHPro(M=0, uplink="off"), 1, 0),
         (FedHPro(hpcl="off", hpal="off"), 0, 0),
         (FedHProVariants(hpcl="global", hyper_init="prototypes"), 1, 1),
         (FedHProVariants(hpcl="global", hpal="global"), 1, 1),

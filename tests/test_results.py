@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,30 @@ def test_a_matrix_of_runs_is_kept_in_a_line_each(tmp_path):
     assert [record["round"] for record in runs["a"][0]["rounds"]] == [1, 2]
     assert "AVG final" in tables.table(tmp_path / "tiny.jsonl")
     matrix.one(name, keys, tmp_path)  # goes on, and has nothing left to do
+
+
+AWAKE = """
+import json, sys
+import awake, fedhpro
+tiny, out = json.loads(sys.argv[1]), sys.argv[2]
+kinds = [
+    {},
+    {"match_on": "both", "adam": True, "by_client": True},
+    {"match_on": "weights", "keep": 0.5, "taken_at": "sent"},
+    {"I": 1, "match_on": "frame", "until": 1},
+    {"match_by": "distance", "non_negative": True, "adam": True},
+]
+for i, keys in enumerate([{"method": "fedhpro"}, *({"method": "awake"} | kind for kind in kinds)]):
+    print(json.dumps(fedhpro.run(tiny | keys | {"out": f"{out}/{i}"}).history[-1].get("server", {})))
+"""
+
+
+def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers(tmp_path):
+    """In a process of its own: it registers a method."""
+    command = [sys.executable, "-c", AWAKE, json.dumps(TINY | {"local_steps": 1}), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed, same, *others = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert same == pytest.approx(printed, rel=1e-4)
+    assert len(others) == 4 and others.pop(2) == {}  # a frame is not a descent
+    assert all(each["L_GM"] < each["L_GM_start"] for each in others)

@@ -35,8 +35,8 @@ class FedHPro(ReportsGradients):
 
     @property
     def matches(self) -> bool:
-        """Whether any loss has hyper-prototypes as its anchors."""
-        return "hyper" in (self.hpcl, self.hpal)
+        """Whether clients send gradients for hyper-prototypes that are the anchors of a loss."""
+        return "hyper" in (self.hpcl, self.hpal) and self.uplink != "off"
 
     # Server, before round 1
 
@@ -44,7 +44,7 @@ class FedHPro(ReportsGradients):
         return {"S": torch.randn(net.num_classes, self.I, net.dim, generator=rng)}
 
     def broadcast(self, state: Tensors) -> Tensors:
-        return {"S": state["S"]} if self.matches else {}
+        return {"S": state["S"]} if "hyper" in (self.hpcl, self.hpal) else {}
 
     # Client
 

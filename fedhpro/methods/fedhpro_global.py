@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import equations as eq
+from ..errors import ConfigError
 from .base import Client, Net, NonNegative, Tensors
 from .fedhpro import FedHPro
 
@@ -44,6 +45,8 @@ class FedHProGlobal(FedHPro):
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         state = super().server_state(net, rng)
+        if self.hyper_init == "blocks" and net.num_classes > net.dim:
+            raise ConfigError(f"hyper_init=blocks: {net.num_classes} classes have no {net.dim} features to share out")
         if self.hyper_init in FRAMES:
             state["S"] = FRAMES[self.hyper_init](state["S"])
         state["S"] *= self.hyper_scale

@@ -35,6 +35,8 @@ class FedHProVariants(FedHProRefit):
     retrain_classifier: bool = False  # h* re-trained at the server on synthetic features (code; not in the paper)
 
     def __post_init__(self) -> None:
+        if self.uplink == "off" and (self.M or self.retrain_classifier):
+            raise ValueError("uplink=off needs M=0, and a classifier that is not re-trained: both use the gradients")
         if self.uplink == "probabilities" and self.gradients == "before":
             raise ValueError("uplink=probabilities needs gradients=after: they are decoded with the trained classifier")
 

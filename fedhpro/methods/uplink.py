@@ -21,7 +21,8 @@ Features = Callable[..., tuple[Tensor, Tensor]]  # Client.features
 
 @dataclass(frozen=True)
 class ReportsGradients(Method):
-    uplink: Literal["gradients", "probabilities"] = "gradients"  # of Eq 5: [C, d], or [C, C], which the server decodes
+    # Eq 5 as [C, d]; as [C, C], which the server decodes; or not at all, where S is not matched (M=0)
+    uplink: Literal["gradients", "probabilities", "off"] = "gradients"
 
     def class_gradients(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
         h = net.classifier.weight.detach(), net.classifier.bias.detach()

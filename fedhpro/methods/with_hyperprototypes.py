@@ -31,6 +31,10 @@ class HyperPrototypes(ReportsGradients, PrototypeMethod):
     M: Count = 30  # steps of gradient matching per round; 0: S stays at its random start
     match_lr: Positive = 0.1  # step size of gradient matching
 
+    def __post_init__(self) -> None:
+        if self.uplink == "off":
+            raise ValueError("uplink=off is for fedhpro with M=0: a host with hyper-prototypes matches gradients")
+
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         S = torch.randn(net.num_classes, self.I, net.dim, generator=rng)
         state = super().server_state(net, rng) | {"S": S} | self.averaged(S)
