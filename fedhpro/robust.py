@@ -55,7 +55,7 @@ class RobustFold:
         else:
             hostile = hostile_among(self.count, self.config.robust_share)
             keep = 1 if rule == "krum" else max(1, self.count - hostile)
-            rows = nearest_to_others(distances(models, self.start, reports), hostile, keep)
+            rows = nearest_to_others(distances(models, self.start, reports, hostile), hostile, keep)
             model, reports = _mean(models[rows]), {name: value[rows] for name, value in reports.items()}
             self.note = {"left_out": sorted(set(self.clients) - {self.clients[row] for row in rows})}
         return self._named(model), reports
@@ -148,11 +148,11 @@ def trimmed_mean(values: Tensor, held: Tensor | None, trim: int) -> Tensor:
     return kept.sum(-1) / (n - 2 * cut).clamp_min(1)
 
 
-def distances(models: Tensor, start: Tensor, reports: Tensors) -> Tensor:
-    """Squared distances of uploads [K, K]: the model's and each report's, every one of them divided by its median.
+def distances(models: Tensor, start: Tensor, reports: Tensors, hostile: int) -> Tensor:
+    """Squared distances of uploads [K, K]: the model's and each report's, every one of them divided by the usual one.
 
     So each part has the same say, however many numbers it has and however large they are. Of a report, the mean over
-    the classes that both hold counts; two clients with none in common are at the median distance.
+    the classes that both hold counts; two clients with none in common are at the usual distance.
     """
     gram = torch.zeros(len(models), len(models), dtype=torch.float64)
     for rows, origin in zip(models.split(COLUMNS, 1), start.split(COLUMNS), strict=True):
@@ -167,7 +167,7 @@ def distances(models: Tensor, start: Tensor, reports: Tensors) -> Tensor:
             square = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()  # [C, K, K]
             both = torch.ones_like(square[:, :1]) if own is None else (own[:, None] & own).permute(2, 0, 1)
             parts.append((square * both).sum(0) / both.sum(0))  # nan: no class in common
-    return torch.stack([_by_median(part) for part in parts]).sum(0)
+    return torch.stack([_by_the_usual(part, hostile) for part in parts]).sum(0)
 
 
 def nearest_to_others(square: Tensor, hostile: int, keep: int) -> list[int]:
@@ -191,10 +191,15 @@ def _factors(lengths: Tensor, held: Tensor | None, limit: float | None) -> Tenso
     return torch.where(lengths > limits, limits / lengths, 1.0)
 
 
-def _by_median(square: Tensor) -> Tensor:
-    pairs = square[*torch.triu_indices(len(square), len(square), 1)]
-    median = pairs.nanmedian() if len(pairs) else square.new_zeros(())
-    return square.nan_to_num(nan=float(median.nan_to_num())) / (median if median > 0 else 1.0)
+def _by_the_usual(square: Tensor, hostile: int) -> Tensor:
+    """The usual distance is the median of the smallest, of which as many are taken as there are pairs of honest clients:
+    with 40 % hostile, two pairs of three have a hostile client in them, and the median of all would be one of those.
+    """
+    K, honest = len(square), len(square) - hostile
+    pairs = square[*torch.triu_indices(K, K, 1)]
+    smallest = pairs[~pairs.isnan()].sort().values[: honest * (honest - 1) // 2]
+    usual = float(smallest.median()) if len(smallest) else 0.0
+    return square.nan_to_num(nan=usual) / (usual or 1.0)
 
 
 def _mean(models: Tensor) -> Tensor:

@@ -383,7 +383,7 @@ class RunFolder:
             except (DamagedFile, RunError) as error:
                 self.notes.append(f"the checkpoint of round {round_of(path)} cannot be used: {error}")
             except OSError as error:
-                self.notes.append(f"the checkpoint of round {round_of(path)} is not whole: {error.strerror}")
+                self.notes.append(f"the checkpoint of round {round_of(path)} is not whole: {error.strerror or error}")
         if finished:
             raise RunError(f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.notes[0]}")
         return {}, {}

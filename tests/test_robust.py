@@ -96,9 +96,9 @@ def test_krum_sees_a_report_beside_a_large_model():
     models = torch.randn(7, 1000, generator=rng)
     means = 1e-3 * torch.randn(7, 2, 3, generator=rng)
     means[4] *= 30
-    square = robust.distances(models, torch.zeros(1000), {"means": means, "counts": torch.ones(7, 2).long()})
+    square = robust.distances(models, torch.zeros(1000), {"means": means, "counts": torch.ones(7, 2).long()}, 1)
     assert 4 not in robust.nearest_to_others(square, hostile=1, keep=6)
-    alone = robust.distances(models, torch.zeros(1000), {})
+    alone = robust.distances(models, torch.zeros(1000), {}, 0)
     torch.testing.assert_close(alone, torch.cdist(models.double(), models.double()).square() / alone_median(models))
 
 
@@ -107,12 +107,27 @@ def alone_median(models):
     return sorted(pairs)[(len(pairs) - 1) // 2]
 
 
-def test_clients_without_a_class_in_common_are_at_the_median_distance():
+@pytest.mark.parametrize("part", ["model", "report"])
+def test_krum_sees_two_fifths_that_are_hostile_in_one_part_alone(part):
+    """Where most pairs have a hostile client in them, the median of all distances is one of theirs: then the honest
+    client that is somewhat apart in the other part would be left out in place of a hostile one.
+    """
+    rng = torch.Generator().manual_seed(0)
+    models, means = torch.randn(20, 1000, generator=rng), torch.randn(20, 4, 3, generator=rng)
+    one, other = (models, means) if part == "model" else (means, models)
+    one[12:] *= -10
+    other[0] *= 4
+    reports = {"means": means, "counts": torch.ones(20, 4).long()}
+    square = robust.distances(models, torch.zeros(1000), reports, 8)
+    assert robust.nearest_to_others(square, hostile=8, keep=12) == list(range(12))
+
+
+def test_clients_without_a_class_in_common_are_at_the_usual_distance():
     means, counts = (
         torch.tensor([[[1.0], [0.0]], [[3.0], [0.0]], [[0.0], [9.0]]]),
         torch.tensor([[1, 0], [1, 0], [0, 1]]),
     )
-    square = robust.distances(torch.zeros(3, 0), torch.zeros(0), {"means": means, "counts": counts})
+    square = robust.distances(torch.zeros(3, 0), torch.zeros(0), {"means": means, "counts": counts}, 0)
     assert square.tolist() == [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
 
 
