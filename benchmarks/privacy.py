@@ -60,11 +60,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     done = fedhpro.run(keys, seed=int(seed), out=str(Path(folder, "run")))
                 scores.append(round(done.accuracy["AVG"], 2))
-            spent = (
-                privacy.Privacy("central", 1, 1, noise, 1e-5, None, 0).epsilon(options.rounds, 20, 20)
-                if noise
-                else None
-            )
+            spent = privacy.Privacy("central", 1, 1, noise, 1e-5, None, 0).epsilon(options.rounds) if noise else None
             row = {"protocol": name, "norms": bounds, "noise": noise, "epsilon": spent, "accuracy": scores}
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)

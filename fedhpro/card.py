@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import models
+from .data.sources import SITES
 from .errors import ConfigError, RunError
 from .evaluation import AVG
 from .files import write_atomically
@@ -187,6 +188,8 @@ def _traffic(config: Facts, facts: Facts, result: Facts) -> str:
             "Samples did not leave the clients. What left was protected by client-level differential privacy with "
             f"{config.get('privacy')} noise: epsilon = {privacy['epsilon']:g} at delta = {config.get('delta')}."
         )
+        if config.get("data") != SITES:
+            samples += " This was a simulation, whose noise can be drawn again from its seed: it protects nobody."
     rows = [
         ("sent by the clients, all rounds", _bytes(result.get("bytes_up"))),
         ("received by the clients, all rounds", _bytes(result.get("bytes_down"))),

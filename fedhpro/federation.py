@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,8 @@ class Federation:
                 f"and {self.per_round} take part in a round"
             )
         self.privacy = Privacy.of(config)
+        self._asked, self._most_asked = Counter[int](), [0]
+        self.repeated = 0  # rounds that were run again with other noise, after a crash
         self.nets = build_nets(config, self.source)
         self.net = self.nets[0]  # the global model, where there is one
         self.trainer = LocalTrainer(
@@ -213,8 +216,7 @@ class Federation:
         if self.config.attack != "off":
             record["hostile"] = sorted(self.hostile.intersection(chosen))
         if self.privacy is not None:
-            spent = self.privacy.epsilon(number, len(self.clients), self.per_round)
-            record["privacy"] = {"epsilon": round(spent, 4)}
+            record["privacy"] = {"epsilon": round(self.privacy.epsilon(self.most_releases(number)), 4)}
         elif losses.weight:
             record["loss"] = {name: float(value) for name, value in losses.result().items()}
         record["server"] = {name: float(value) for name, value in sorted(section(self.state, "log").items())}
@@ -244,6 +246,13 @@ class Federation:
         rng = numpy_generator(self.config.seed, "clients", number)
         chosen = rng.choice(len(self.clients), size=self.per_round, replace=False).tolist()
         return sorted(chosen, key=lambda k: (-self.sizes[k], k))
+
+    def most_releases(self, number: int) -> int:
+        """How often the most often asked client has been in what is released, after so many rounds."""
+        while len(self._most_asked) <= number:
+            self._asked.update(self.sample(len(self._most_asked)))
+            self._most_asked.append(max(self._asked.values()))
+        return self._most_asked[number] + self.repeated
 
     def evaluate(self) -> Record:
         """Accuracies of the current state, as the config asks for them."""

@@ -14,14 +14,17 @@ two datasets of the client, which costs twice the sensitivity. It takes far more
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-import secrets
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from . import wire
 from .data.sources import SITES
@@ -52,10 +55,9 @@ class Privacy:
         c = config
         return cls(c.privacy, c.clip, c.clip_report, c.noise, c.delta, c.epsilon, seed)  # type: ignore[arg-type]
 
-    def rng(self, *purpose: str | int) -> torch.Generator:
-        if self.seed is None:
-            return torch.Generator().manual_seed(secrets.randbits(63))
-        return generator(self.seed, "privacy", *purpose)
+    def rng(self, *purpose: str | int) -> torch.Generator | None:
+        """Of the run's seed, or None for the operating system's: a generator of torch can be found by its 32 bits."""
+        return None if self.seed is None else generator(self.seed, "privacy", *purpose)
 
     def bounds(self, model: Tensors, report: Tensors) -> list[tuple[Tensors, float]]:
         """The groups of what leaves, and the norm that each is clipped to."""
@@ -66,13 +68,15 @@ class Privacy:
 
     # what is spent
 
-    def epsilon(self, rounds: int, clients: int, per_round: int) -> float:
-        """After so many rounds. Local: of a client that took part in all of them."""
-        if rounds == 0:
-            return 0.0
+    def epsilon(self, rounds: int) -> float:
+        """Of a client that took part in so many rounds.
+
+        That it was drawn from many in a round saves nothing: who was asked is known, from the seed and the records.
+        """
         multiplier = self.noise / 2 if self.where == "local" else self.noise
-        sampled = self.where == "central" and per_round < clients
-        return _epsilon(multiplier, rounds, (clients, per_round) if sampled else None, self.delta)
+        if multiplier < 1e-100:  # its square is what counts, and would be 0
+            return math.inf if rounds else 0.0
+        return _epsilon(multiplier, rounds, self.delta) if rounds else 0.0
 
     def check(self, federation: Federation) -> None:
         """What this does not go with, and a budget that is too small for the rounds."""
@@ -90,24 +94,21 @@ class Privacy:
             raise ConfigError(f"{what}: what is released must be a noised sum, and robust={c.robust} makes no sum")
         if other := sorted(name for name in held(federation.upload) if name != "counts"):
             raise ConfigError(f"{what}: method={c.method} reports {other[0]}, which cannot be noised")
-        sizes = len(federation.clients), federation.per_round
-        if self.budget is not None and (spent := self.epsilon(c.rounds, *sizes)) > self.budget:
-            raise ConfigError(
-                f"epsilon={self.budget:g}: {c.rounds} rounds with noise={self.noise:g} cost {spent:.2f}, and the "
-                f"budget is spent after {self.rounds_within(c.rounds, *sizes)}: fewer rounds, more noise, or a "
-                "larger budget"
-            )
+        self.check_budget(federation)
 
-    def rounds_within(self, most: int, clients: int, per_round: int) -> int:
-        """How many rounds the budget allows, of at most so many."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.epsilon(middle, clients, per_round) <= (self.budget or math.inf):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def check_budget(self, federation: Federation) -> None:
+        """Of all rounds, those that were run again after a crash among them."""
+        rounds = federation.config.rounds
+        if not math.isfinite(spent := self.epsilon(federation.most_releases(rounds))):
+            raise ConfigError(f"noise={self.noise:g} protects nobody: epsilon would be infinite")
+        if self.budget is not None and spent > self.budget:
+            allowed = bisect.bisect_right(
+                range(1, rounds + 1), self.budget, key=lambda n: self.epsilon(federation.most_releases(n))
+            )
+            raise ConfigError(
+                f"epsilon={self.budget:g}: {rounds} rounds with noise={self.noise:g} cost {spent:.2f}, and the "
+                f"budget is spent after {allowed}: fewer rounds, more noise, or a larger budget"
+            )
 
     # the client, with local noise
 
@@ -131,7 +132,7 @@ class PrivateSum:
 
     note: Mapping[str, Any] = {}
 
-    def __init__(self, privacy: Privacy, start: Tensors, asked: int, rng: torch.Generator) -> None:
+    def __init__(self, privacy: Privacy, start: Tensors, asked: int, rng: torch.Generator | None) -> None:
         self.privacy, self.start, self.asked, self.rng = privacy, start, asked, rng
         self.count = 0
         self.model: Tensors = {}
@@ -167,15 +168,26 @@ def clipped(tensors: Tensors, bound: float) -> Tensors:
     if not tensors:
         return {}
     norm = math.sqrt(sum(float(value.double().square().sum()) for value in tensors.values()))
+    if not math.isfinite(norm):  # it has no length to be scaled to: nothing of it leaves
+        return {name: torch.zeros_like(value) for name, value in tensors.items()}
     factor = min(1.0, bound / norm) if norm > 0 else 1.0
     return {name: value * factor for name, value in tensors.items()}
 
 
-def noised(tensors: Tensors, deviation: float, rng: torch.Generator) -> Tensors:
-    return {
-        name: value + deviation * torch.randn(value.shape, generator=rng).to(value)
-        for name, value in sorted(tensors.items())
-    }
+def noised(tensors: Tensors, deviation: float, rng: torch.Generator | None) -> Tensors:
+    return {name: value + deviation * normal(value.shape, rng).to(value) for name, value in sorted(tensors.items())}
+
+
+def normal(shape: torch.Size, rng: torch.Generator | None) -> Tensor:
+    """Standard normal numbers; without a generator, from the operating system's random bytes (Box and Muller)."""
+    if rng is not None:
+        return torch.randn(shape, generator=rng)
+    pairs = (shape.numel() + 1) // 2
+    bits = np.frombuffer(os.urandom(16 * pairs), dtype=np.uint64).reshape(2, pairs)
+    uniform = ((bits >> np.uint64(11)) + 0.5) * 2.0**-53  # above 0 and below 1
+    radius, angle = np.sqrt(-2 * np.log(uniform[0])), 2 * np.pi * uniform[1]
+    found = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: shape.numel()]
+    return torch.from_numpy(found).view(shape)
 
 
 def withheld(upload: Tensors) -> Tensors:
@@ -198,15 +210,9 @@ def held(upload: Tensors) -> Tensors:
 
 
 @functools.lru_cache(maxsize=4096)
-def _epsilon(multiplier: float, rounds: int, sampled: tuple[int, int] | None, delta: float) -> float:
+def _epsilon(multiplier: float, rounds: int, delta: float) -> float:
     try:
-        from dp_accounting import GaussianDpEvent, NeighboringRelation, SampledWithoutReplacementDpEvent, rdp
+        from dp_accounting import GaussianDpEvent, rdp
     except ModuleNotFoundError:
         raise ConfigError("privacy needs an accountant: pip install 'fedhpro[privacy]'") from None
-    event = GaussianDpEvent(multiplier)
-    if sampled is None:
-        accountant = rdp.RdpAccountant()
-    else:  # a client that is replaced by nothing is a case of one that is replaced, with half the sensitivity
-        accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        event = SampledWithoutReplacementDpEvent(*sampled, event)
-    return float(accountant.compose(event, rounds).get_epsilon(delta))
+    return float(rdp.RdpAccountant().compose(GaussianDpEvent(multiplier), rounds).get_epsilon(delta))

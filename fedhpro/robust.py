@@ -192,8 +192,9 @@ def _factors(lengths: Tensor, held: Tensor | None, limit: float | None) -> Tenso
 
 
 def _by_the_usual(square: Tensor, hostile: int) -> Tensor:
-    """The usual distance is the median of the smallest, of which as many are taken as there are pairs of honest clients:
-    with 40 % hostile, two pairs of three have a hostile client in them, and the median of all would be one of those.
+    """The usual distance is the median of the smallest ones, of as many of them as there are pairs of honest clients.
+
+    With 40 % hostile, two pairs of three have a hostile client in them, and the median of all would be one of those.
     """
     K, honest = len(square), len(square) - hostile
     pairs = square[*torch.triu_indices(K, K, 1)]

@@ -171,6 +171,9 @@ def resume(
             folder.compare_versions(meta["versions"])
         for note in folder.notes:
             log.warning(note)
+        if federation.privacy is not None and federation.privacy.seed is None:
+            federation.repeated = folder.count_repeated(federation.round)
+            federation.privacy.check_budget(federation)
         history = folder.rewind(federation.round)
         folder.draw_data(federation)
         if config.to_toml() != (folder.path / "config.toml").read_text(encoding="utf-8"):
@@ -345,6 +348,14 @@ class RunFolder:
                 break
         return found
 
+    def count_repeated(self, last_round: int) -> int:
+        """How many rounds were run, and are run again, in all resumes of this run: kept, since rewind forgets them."""
+        path = self.path / "repeated.json"
+        repeated = int(json.loads(path.read_text())) if path.exists() else 0
+        repeated += sum(record["round"] > last_round for record in self.records())
+        write_atomically(path, f"{repeated}\n")
+        return repeated
+
     def rewind(self, last_round: int) -> list[Record]:
         """Forget what came after the checkpoint, which is run again, and what was cut off while it was written."""
         for path in self.checkpoints.glob("round-*"):
@@ -450,7 +461,7 @@ class RunFolder:
             "seed": result.config.seed,
             "rounds": last["round"],
             "clients": len(federation.clients),
-            "samples": sum(federation.sizes),
+            **({} if federation.privacy or federation.withheld else {"samples": sum(federation.sizes)}),
             "final": result.headline,
             "accuracy": result.accuracy,
             **({"balanced": last["balanced"]} if "balanced" in last else {}),

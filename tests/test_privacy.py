@@ -11,7 +11,7 @@ from fedhpro.config import configure
 from fedhpro.errors import ConfigError
 from fedhpro.federation import Federation
 from fedhpro.methods import METHODS
-from fedhpro.privacy import Privacy, PrivateSum, clipped
+from fedhpro.privacy import Privacy, PrivateSum, clipped, normal
 from fedhpro.training import section
 
 pytest.importorskip("dp_accounting", reason="the extra `privacy` is not installed")
@@ -45,23 +45,27 @@ def exact_delta(multiplier, rounds, epsilon):
 
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (1.0, 100), (4.0, 50), (10.0, 1000)])
 def test_epsilon_is_that_of_the_gaussian_mechanism(noise, rounds):
-    spent = privacy(noise=noise).epsilon(rounds, 10, 10)
+    spent = privacy(noise=noise).epsilon(rounds)
     assert spent == pytest.approx(renyi_epsilon(noise, rounds, 1e-5), rel=0.01)
     assert 1e-7 < exact_delta(noise, rounds, spent) < 1e-5  # an upper bound, and not a loose one
-    assert privacy("local", noise=2 * noise).epsilon(rounds, 10, 10) == spent  # any two datasets: twice the change
+    assert privacy("local", noise=2 * noise).epsilon(rounds) == spent  # any two datasets: twice the change
 
 
-def test_sampling_saves_privacy_and_only_where_the_server_hides_who_was_sampled():
-    everybody, few = (privacy(noise=4.0).epsilon(100, 1000, n) for n in (1000, 20))
-    assert few < 0.1 * everybody
-    assert privacy("local").epsilon(10, 1000, 20) == privacy("local").epsilon(10, 1000, 1000)
-    assert privacy().epsilon(0, 10, 10) == 0
+def test_a_client_pays_for_the_rounds_that_it_is_asked_in(tiny_source):
+    """No less for having been drawn: everybody can know who was."""
+    assert privacy().epsilon(0) == 0
+    keys = PRIVATE | {"clients_per_domain": 3, "participation": 1 / 3, "rounds": 12}
+    with Federation(configure(**keys), tiny_source) as federation:
+        asked = [federation.sample(number) for number in range(1, 13)]
+        most = [max(sum(k in chosen for chosen in asked[:n]) for k in range(6)) for n in range(1, 13)]
+        assert [federation.most_releases(n) for n in range(13)] == [0, *most] and most[-1] < 12
+        record = federation.next_round()
+    assert record["privacy"]["epsilon"] == pytest.approx(federation.privacy.epsilon(1), abs=1e-4)
 
 
 def test_a_budget_that_is_too_small_is_refused_and_says_what_it_allows(tiny_source):
     keys = PRIVATE | {"noise": 20.0, "epsilon": 1.0}
-    allowed = privacy(noise=20.0, budget=1.0).rounds_within(1000, 3, 3)
-    assert privacy(noise=20.0).epsilon(allowed, 3, 3) <= 1.0 < privacy(noise=20.0).epsilon(allowed + 1, 3, 3)
+    allowed = next(n for n in range(1000) if privacy(noise=20.0).epsilon(n + 1) > 1.0)
     Federation(configure(**keys | {"rounds": allowed}), tiny_source)
     with pytest.raises(ConfigError, match=rf"epsilon=1: 1000 rounds .* the budget is spent after {allowed}:"):
         Federation(configure(**keys | {"rounds": 1000}), tiny_source)
@@ -70,7 +74,7 @@ def test_a_budget_that_is_too_small_is_refused_and_says_what_it_allows(tiny_sour
 def test_a_run_cannot_be_resumed_past_its_budget(tiny_source, tmp_path):
     keys = PRIVATE | {"noise": 20.0, "epsilon": 1.0, "rounds": 2}
     done = runs.run(keys, source=tiny_source, out=str(tmp_path / "run"))
-    assert done.history[-1]["privacy"]["epsilon"] == pytest.approx(privacy(noise=20.0).epsilon(2, 3, 3), abs=1e-4)
+    assert done.history[-1]["privacy"]["epsilon"] == pytest.approx(privacy(noise=20.0).epsilon(2), abs=1e-4)
     with pytest.raises(ConfigError, match="the budget is spent after"):
         runs.resume(tmp_path / "run", source=tiny_source, rounds=1000)
 
@@ -107,6 +111,26 @@ def test_with_local_noise_nothing_leaves_that_is_not_clipped_and_noised():
     alone = {name: value for name, value in UPLOAD.items() if not name.startswith("report/")}
     sent = privacy("local", noise=10.0).leave(3, 1, alone, RECEIVED)
     assert (sent["model/weight"] - 1).std() == pytest.approx(10 * 2.0, rel=0.05)  # one group
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_of_what_has_no_length_nothing_leaves(bad):
+    assert clipped({"a": torch.tensor([bad, 5000.0]), "b": torch.ones(2)}, 1.0)["a"].tolist() == [0, 0]
+    sent = privacy("local", noise=1e-9).leave(3, 1, UPLOAD | {"model/weight": torch.full((50, 50), bad)}, RECEIVED)
+    assert torch.allclose(sent["model/weight"], RECEIVED["model/weight"])
+
+
+def test_noise_of_the_operating_system_is_normal():
+    found = normal(torch.Size([333, 333]), None)
+    assert found.shape == (333, 333) and abs(found.mean()) < 0.02 and found.std() == pytest.approx(1, abs=0.02)
+    assert (found.abs() < 1.96).double().mean() == pytest.approx(0.95, abs=0.005)
+    assert normal(torch.Size([]), None).shape == () and normal(torch.Size([0]), None).shape == (0,)
+    assert abs((found[:166] * found[166:332]).mean()) < 0.03  # the two of a pair
+
+
+def test_noise_that_protects_nobody_is_refused(tiny_source):
+    with pytest.raises(ConfigError, match=r"^noise=1e-300 protects nobody"):
+        Federation(configure(**PRIVATE | {"noise": 1e-300}), tiny_source)
 
 
 def test_in_a_deployment_nobody_can_draw_the_noise_again():

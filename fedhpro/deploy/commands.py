@@ -79,6 +79,7 @@ def node(
     data: Annotated[str, typer.Option(help="folder:/path, csv:/path or python:module:function.")] = "",
     memory: Annotated[Path, typer.Option(help="For what it remembers between rounds.")] = Path("memory"),
     port: Annotated[int, typer.Option(help="A free port of this machine, for its own processes.")] = 9094,
+    require: Annotated[str, typer.Option(help="Keys that the operator's config must have, as KEY=VALUE ...")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, no keys.")] = False,
 ) -> None:
     """Run the SuperNode of a site (its start.sh calls this)."""
@@ -86,7 +87,7 @@ def node(
     from . import node
 
     _check_port(node.HERE, port, "RUNTIME_PORT in site.conf")
-    node.run(folder.resolve(), superlink, partition, data, memory.absolute(), port, insecure)
+    node.run(folder.resolve(), superlink, partition, data, memory.absolute(), port, require, insecure)
 
 
 def register(

@@ -30,6 +30,7 @@ from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 
+from ..config import parse
 from .folder import DeployError
 
 log = logging.getLogger("flwr")
@@ -41,10 +42,15 @@ NOT_YET = (
 )
 
 
-def run(folder: Path, superlink: str, partition: int, data: str, memory: Path, port: int, insecure: bool) -> NoReturn:
+def run(
+    folder: Path, superlink: str, partition: int, data: str, memory: Path, port: int, require: str, insecure: bool
+) -> NoReturn:
     """Take part until told to stop."""
     check_data(data)
     node_config = f"partition-id={partition}"
+    if require:
+        parse(require.split())  # what is no KEY=VALUE is said now
+        node_config += f' require="{require}"'
     if data:
         memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         node_config += f' data="{data}" memory-dir="{memory}"'

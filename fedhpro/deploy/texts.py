@@ -44,6 +44,9 @@ SITE_CONF = """\
 # The data of this site, which never leaves it: folder:/path, csv:/path or python:module:function.
 # Empty: this node's share of the public data that the federation's config names (a rehearsal on one machine).
 : "@{DATA:=}"
+# Keys that the operator's config must have, or this site does not take part; for instance
+# "privacy=local noise=40 epsilon=8", or "secure=true evaluation=off". Empty: whatever the operator signs.
+: "@{REQUIRE:=}"
 # What this node remembers between rounds and restarts:
 : "@{MEMORY:=@PWD/memory}"
 # A port of this machine (loopback only) between the SuperNode and the training process:
@@ -58,7 +61,7 @@ cd "@(dirname "@{BASH_SOURCE[0]}")"
 . ./site.conf
 ${environment}\
 exec fedhpro deploy node . --superlink "@SUPERLINK" --partition $partition --data "@DATA" --memory "@MEMORY" \\
-  --port "@RUNTIME_PORT"$insecure
+  --port "@RUNTIME_PORT" --require "@REQUIRE"$insecure
 """
 
 UNIT = """\

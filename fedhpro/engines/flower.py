@@ -60,7 +60,7 @@ from ..config import Config, configure, load, parse  # noqa: E402
 from ..data.sites import SiteError, site_data  # noqa: E402
 from ..data.sources import SITES, Split  # noqa: E402
 from ..errors import ConfigError, FederationStalled, RunError, UserError  # noqa: E402
-from ..files import packed  # noqa: E402
+from ..files import packed, write_atomically  # noqa: E402
 from ..memories import ClientMemories  # noqa: E402
 from ..methods.base import Tensors  # noqa: E402
 from ..training import LOSS  # noqa: E402
@@ -569,6 +569,49 @@ def client_of(node_config: Mapping[str, Any]) -> int:
     return k
 
 
+def own_folder(k: int, context: Context, request: Mapping[str, Any]) -> Path | None:
+    """Of a site's client in this run, where its node names a place."""
+    if (folder := context.node_config.get("memory-dir")) is None:
+        return None
+    if not re.fullmatch(r"[\w-]+", str(request["run"])):  # a server must not choose folders of a site
+        raise SiteError("the server named a run that cannot be a folder's name")
+    return Path(str(folder), str(request["run"]), f"client-{k}")
+
+
+class Given:
+    """The rounds of a run in which a site's client has given what it must not give twice: an upload with noise of its
+    own, which others of the same round would average away, or the seed of a masked one. Kept where Keepsakes are.
+    """
+
+    def __init__(self, site: Site, k: int, context: Context, request: Mapping[str, Any]) -> None:
+        folder = own_folder(k, context, request) if site.own else None
+        self.site, self.state = site, context.state
+        self.path = folder / "given.json" if folder else None
+
+    def check(self, what: str, round: int) -> None:
+        if not self.site.own:  # a simulation: a resumed run asks again, and gets the same bits
+            return
+        if round > self.site.federation.config.rounds:
+            raise SiteError(f"this run has {self.site.federation.config.rounds} rounds, and not {round}")
+        if round <= (last := self.rounds().get(what, 0)):
+            raise SiteError(f"it has given {what} of round {last} already, and gives none of round {round}")
+
+    def note(self, what: str, round: int) -> None:
+        """Before it leaves."""
+        self.check(what, round)
+        rounds = self.rounds() | {what: round}
+        if self.path is None:
+            self.state["given"] = ConfigRecord({**rounds})
+        else:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(rounds) + "\n")
+
+    def rounds(self) -> dict[str, int]:
+        if self.path is None:
+            return dict(self.state.config_records.get("given", {}))  # type: ignore[arg-type]
+        return dict(json.loads(self.path.read_text())) if self.path.exists() else {}
+
+
 class Keepsakes:
     """What a client remembers between its rounds: in the folder that the node names (or, in a simulation, in that of
     the run), so that it survives a restart; else in Flower's Context, which lives as long as the node and the run.
@@ -581,10 +624,8 @@ class Keepsakes:
         self.shared = not site.own  # with other clients and the server, who clears it
         if self.shared:
             self.files: ClientMemories | None = ClientMemories(Path(str(request["memories"])))
-        elif folder := context.node_config.get("memory-dir"):
-            if not re.fullmatch(r"[\w-]+", str(request["run"])):  # a server must not choose folders of a site
-                raise SiteError("the server named a run that cannot be a folder's name")
-            self.files = ClientMemories(Path(str(folder), str(request["run"]), f"client-{k}"))
+        elif folder := own_folder(k, context, request):
+            self.files = ClientMemories(folder)
         else:
             self.files = None
 
@@ -637,6 +678,7 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
             text = str(request["config"])
             if "data" in context.node_config and tomllib.loads(text).get("data") != SITES:
                 raise SiteError(f"its data is its own: the server's config must have data={SITES}")
+            check_required(str(context.node_config.get("require", "")), text)
             site = site_of(text)
             private, about["digest"] = site.own, site.digest
             site.enter(k, context.node_config)
@@ -647,6 +689,13 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
         about["error"] = _may_leave(error, private)
     content = RecordDict({ABOUT: ConfigRecord(about), TENSORS: to_record(tensors)})
     return Message(content, reply_to=message)
+
+
+def check_required(required: str, text: str) -> None:
+    """Whether the server's config has what this site asks for: the keys that it requires would change nothing."""
+    keys = tomllib.loads(text)
+    if required and configure(**(keys | parse(required.split()))) != configure(**keys):
+        raise SiteError(f"this site takes part only with {required}")
 
 
 def answered(work: Work) -> Callable[[Message, Context], Message]:
@@ -687,11 +736,16 @@ def trained(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
     round, generation = int(request["round"]), int(request["generation"])
-    keepsakes = Keepsakes(site, k, context, request)
+    keepsakes, given = Keepsakes(site, k, context, request), Given(site, k, context, request)
+    noised = site.federation.config.privacy == "local"
+    if noised:
+        given.check("an upload", round)
     memory, recalled = keepsakes.recall(generation)
     upload, memory = site.federation.trainer.update(round, k, received, memory)
     if memory:
         keepsakes.keep(round, memory, [*request["held"], generation])
+    if noised:
+        given.note("an upload", round)
     return {"remembered": bool(memory), "recalled": recalled}, upload
 
 
@@ -701,6 +755,8 @@ def evaluate(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
     """The global model, or this client's own, on its held-out samples: tables of counts, and the loss."""
+    if site.own and site.federation.config.evaluation not in ("federated", "both"):
+        raise SiteError("this run has no evaluation at the sites: nothing is told of its held-out samples")
     memory, _ = Keepsakes(site, k, context, request).recall(int(request["generation"]))
     trainer, tables = site.federation.trainer, Tensors()
     for i, (name, private) in enumerate(zip(request["tests"], request["private"], strict=True)):

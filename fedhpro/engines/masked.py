@@ -17,7 +17,7 @@ from ..data.sites import SiteError
 from ..masking import Member, Numbers
 from ..methods.base import Tensors
 from .cpu import Answer, Record
-from .flower import FlowerEngine, Refused, Site, answered, client_app, from_record, log, to_record, trained
+from .flower import FlowerEngine, Given, Refused, Site, answered, client_app, from_record, log, to_record, trained
 
 OFFER, SEAL, REVEAL = "query.offer", "train.seal", "query.reveal"
 STATE, ROW = "masking", "masking-row"  # the names of what a node keeps
@@ -97,6 +97,7 @@ def offer(
     site: Site, k: int, context: Context, request: Mapping[str, Any], received: Tensors
 ) -> tuple[Record, Tensors]:
     member = Member(k, int(request["round"]))
+    Given(site, k, context, request).check("the seed", member.round)  # two sums of a round differ by one upload
     forget(context)
     keep(context, member)
     return {"key": member.public}, {}
@@ -133,6 +134,7 @@ def reveal(
         seed = member.reveal(int(request["attempt"]))
     except masking.MaskingError as error:
         raise SiteError(str(error)) from None
+    Given(site, k, context, request).note("the seed", member.round)
     forget(context)
     return {"seed": seed}, {}
 
