@@ -1,6 +1,8 @@
 """Hostile clients and folds that withstand them: each rule by hand, its bounds, each attack, and whole rounds."""
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from fedhpro import robust, runs
 from fedhpro.attacks import ON_MODELS, hostile_clients
 from fedhpro.config import configure
-from fedhpro.errors import ConfigError
+from fedhpro.errors import ConfigError, FederationStalled
 from fedhpro.federation import Federation
 from fedhpro.methods import METHODS
 
@@ -300,6 +302,39 @@ class Replay:
 
     def train(self, round, clients, sent, memories):
         yield from self.answers
+
+
+@pytest.mark.parametrize(
+    "rule, came, words",
+    [
+        (
+            "krum",
+            2,
+            "2 of 6 .* of whom robust_share=0.1 says 1 may be hostile, and it needs 5",
+        ),  # of two, either may be the nearest
+        ("median", 2, "2 of 6 clients sent a valid upload, and it needs 3"),  # half of it would be the hostile one's
+        ("multikrum", 4, "4 of 6 .* of whom robust_share=0.1 says 1 may be hostile, and it needs 5"),
+        ("multikrum", 5, None),
+        ("off", 2, None),
+    ],
+)
+def test_a_round_with_too_few_uploads_changes_nothing_and_says_why(tiny_source, rule, came, words):
+    config = configure(
+        **(SIX | {"method": "fedavg", "local_steps": 1, "evaluate_every": 9, "patience": 1}), robust=rule
+    )
+    with Federation(config, tiny_source) as federation:
+        answers = list(federation.engine.train(1, federation.sample(1), federation.sent(), {}))
+        lost = [dataclasses.replace(answer, error="it did not answer") for answer in answers[came:]]
+        federation.engine, before = Replay(answers[:came] + lost, federation.engine), federation.model
+        rounds = federation.rounds()
+        record = next(rounds)
+        assert record["aggregated"] == (words is None) == (federation.model is not before)
+        if words is None:
+            assert "not_aggregated" not in record
+        else:
+            assert re.search(f"^robust={rule}: {words}$", record["not_aggregated"])
+            with pytest.raises(FederationStalled, match=re.escape(record["not_aggregated"])):
+                next(rounds)
 
 
 @pytest.mark.parametrize("rule", ["median", "multikrum"])
