@@ -157,6 +157,8 @@ def resume(
         folder.memories.elsewhere = config.data == SITES
         records = folder.records()
         tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
+        if not meta:
+            folder.check_start(config.checkpoint_every)
         before, config = meta.get("config", _as_json(config)), config.replace(**keys)
         check_changes(before, _as_json(config))
         if config.data == SITES and grid is None:
@@ -387,6 +389,18 @@ class RunFolder:
         if finished:
             raise RunError(f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.notes[0]}")
         return {}, {}
+
+    def check_start(self, checkpoint_every: int) -> None:
+        """Without a checkpoint, go on from round 1 only where none can be missing: a round is on record before its
+        checkpoint is saved, so a run that was killed before its first one has up to checkpoint_every lines.
+        """
+        lines = len(self.metrics.read_bytes().splitlines()) if self.metrics.exists() else 0
+        if lines > checkpoint_every:
+            raise RunError(
+                f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.metrics.name} has "
+                f"{lines} rounds, and with checkpoint_every={checkpoint_every} there was one"
+            )
+        self.notes.append("no checkpoint yet: from round 1")
 
     def _checkpoint(self, path: Path, up_to: int | None) -> tuple[Tensors, Record]:
         meta = unsealed(path)
