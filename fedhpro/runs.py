@@ -68,6 +68,7 @@ MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
 MAY_CHANGE |= {"round_deadline", "join_deadline"}
 OF_NO_CONSEQUENCE = MAY_CHANGE - {"rounds", "evaluate_every"}  # for the numbers of a run
+CHECKPOINT = re.compile(r"round-[0-9]+\.(json|safetensors)")
 VERSIONS = {"fedhpro": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 log = logging.getLogger("fedhpro")
 
@@ -338,18 +339,21 @@ class RunFolder:
         self._append(self.timings, {"round": number, "seconds": round(seconds, 4), "phases": phases})
 
     def records(self, path: Path | None = None) -> list[Record]:
-        """The metrics so far; a last line that was cut off while it was written is left out."""
+        """The metrics so far, up to a line that is no record of a round: mostly one cut off while it was written."""
         path, found = path or self.metrics, list[Record]()
         for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
-                found.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(record, dict) or type(record.get("round")) is not int:
+                break
+            found.append(record)
         return found
 
     def rewind(self, last_round: int) -> list[Record]:
         """Forget what came after the checkpoint, which is run again, and what was cut off while it was written."""
-        for path in self.checkpoints.glob("round-*"):
+        for path in self._checkpoint_files():
             if round_of(path) > last_round:
                 path.unlink()
         for path in (*leftovers(self.path), *leftovers(self.checkpoints)):
@@ -367,7 +371,7 @@ class RunFolder:
         for folder in (self.path, self.checkpoints, self.memories.folder):
             if folder.exists():
                 sync_folder(folder)  # before anything older goes
-        for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
+        for old in sorted(self._checkpoint_files(".json"))[:-keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
         self._prune_memories()
@@ -378,7 +382,7 @@ class RunFolder:
         Why a newer one cannot be used is noted.
         """
         finished = False
-        for path in sorted({path.with_suffix(".json") for path in self.checkpoints.glob("round-*")}, reverse=True):
+        for path in sorted({path.with_suffix(".json") for path in self._checkpoint_files()}, reverse=True):
             finished |= path.exists()
             try:
                 return self._checkpoint(path, up_to)
@@ -402,6 +406,10 @@ class RunFolder:
             )
         self.notes.append("no checkpoint yet: from round 1")
 
+    def _checkpoint_files(self, kind: str = ".*") -> list[Path]:
+        """Other files that somebody put there do not count, and stay."""
+        return [path for path in self.checkpoints.glob(f"round-*{kind}") if CHECKPOINT.fullmatch(path.name)]
+
     def _checkpoint(self, path: Path, up_to: int | None) -> tuple[Tensors, Record]:
         meta = unsealed(path)
         tensors, _ = load_tensors(path.with_suffix(".safetensors"))
@@ -422,7 +430,7 @@ class RunFolder:
 
     def _prune_memories(self) -> None:
         pinned: set[tuple[int, int]] = set()
-        for path in self.checkpoints.glob("round-*.json"):
+        for path in self._checkpoint_files(".json"):
             with contextlib.suppress(DamagedFile):  # a checkpoint that cannot be read needs none
                 pinned |= generations_of(unsealed(path)).items()
         self.memories.prune(pinned)

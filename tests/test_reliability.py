@@ -112,6 +112,26 @@ def test_without_any_sound_checkpoint_nothing_is_touched(finished, tmp_path):
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", '{"round": "x"}', '{"round": null}', "{}", "3"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+def test_a_line_that_is_no_record_counts_as_one_that_was_cut_off(finished, tmp_path, name, line):
+    folder = copy_of(finished, tmp_path)
+    lines = (folder / name).read_text().splitlines()
+    (folder / name).write_text("\n".join([*lines[:2], line]) + "\n")
+    resumed = runs.resume(folder, source=tiny())
+    assert outcome(folder) == outcome(finished) and len(resumed.history) == 3
+
+
+def test_a_file_that_is_no_checkpoint_is_left_alone(finished, tmp_path):
+    folder = copy_of(finished, tmp_path)
+    strays = [folder / "checkpoints" / name for name in ("round-abc.json", "round-.safetensors", "round-9.json.bak")]
+    for stray in strays:
+        stray.write_text("{}")
+    assert runs.resume(folder, source=tiny(), rounds=4).notes == []
+    assert all(stray.exists() for stray in strays)
+    assert len(list((folder / "checkpoints").glob("round-0*.json"))) == 2  # as many as ever
+
+
 @pytest.mark.parametrize("gone", ["*", "*.json"])
 def test_a_run_whose_checkpoints_are_gone_is_not_thrown_away(finished, tmp_path, gone):
     folder = copy_of(finished, tmp_path)
