@@ -20,7 +20,12 @@ from fedhpro.methods import METHODS
 
 RULES = ("clip", "median", "trimmed", "krum", "multikrum")
 TOGETHER = [name for name in sorted(METHODS) if name not in ("centralised", "local")]
-SIX = TINY | {"clients_per_domain": 3, "samples_per_client": 20, "robust_share": 0.1}  # 6 clients, 1 may be hostile
+SIX = TINY | {
+    "clients_per_domain": 3,
+    "samples_per_client": 20,
+    "robust_share": 0.1,
+    "attack_share": 0.1,
+}  # 1 of 6 is hostile
 
 
 def fold_of(rule, models, reports, share=0.2, **keys):
@@ -218,7 +223,7 @@ def test_only_hostile_clients_spoil_what_they_send(tiny_source, attack):
     keys = {"method": "fedgmkd", "attack_share": 0.4, "attack_scale": 3.0}
     honest, _, sent = uploads(tiny_source, **keys)
     spoilt, hostile, _ = uploads(tiny_source, attack=attack, **keys)
-    assert len(hostile) == 2
+    assert len(hostile) == 3
     for k, (before, after) in enumerate(zip(honest, spoilt, strict=True)):
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         kinds = {name.split("/")[0] for name in changed}
@@ -255,6 +260,8 @@ def test_flipped_labels_are_those_of_the_hostile_alone(tiny_source):
 def test_who_is_hostile_comes_from_the_seed_and_small_shares_are_part_of_larger():
     drawn = [hostile_clients(configure(attack="scale", attack_share=share), 20) for share in (0, 0.1, 0.4)]
     assert [len(clients) for clients in drawn] == [0, 2, 8] and drawn[1] < drawn[2]
+    few = [hostile_clients(configure(attack="scale", attack_share=share), 4) for share in (0, 0.1, 0.25, 0.3)]
+    assert [len(clients) for clients in few] == [0, 1, 1, 2]  # rounded up, as those that a defence reckons with
     assert drawn[2] != hostile_clients(configure(attack="scale", attack_share=0.4, seed=1), 20)
     assert not hostile_clients(configure(attack_share=0.4), 20)
 
