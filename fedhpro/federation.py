@@ -239,8 +239,7 @@ class Federation:
 
     @property
     def withheld(self) -> bool:
-        """Whether the server is not to learn how many samples a client has."""
-        return self.config.secure or self.config.privacy == "local"
+        return withholds_samples(self.config)
 
     def sample(self, number: int) -> list[int]:
         """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""
@@ -400,6 +399,11 @@ def _test_loss(results: Sequence[tuple[Test, Tensors]]) -> Record:
     means = domain_means(central) if central else {AVG: mean([loss for _, loss in found])} if found else {}
     finite = {name: loss for name, loss in means.items() if math.isfinite(loss)}
     return {"test_loss": finite} if finite else {}
+
+
+def withholds_samples(config: Config) -> bool:
+    """Whether the server is not to learn how many samples a client has."""
+    return config.secure or config.privacy == "local"
 
 
 def load_source(config: Config, source: Source | None = None) -> Source:
