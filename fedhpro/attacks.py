@@ -23,16 +23,17 @@ from .data.clients import ClientData, Part, Samples
 from .errors import ConfigError
 from .methods.base import Tensors
 from .randomness import generator, numpy_generator
+from .robust import hostile_among
 
 ON_MODELS = ("sign-flip", "scale", "gaussian")
 
 
 def hostile_clients(config: Config, clients: int) -> frozenset[int]:
-    """With the same seed, those of a small share are among those of a larger one."""
+    """With the same seed, those of a small share are among those of a larger one. A share above 0 has one at least."""
     if config.attack == "off":
         return frozenset()
     order = numpy_generator(config.seed, "hostile").permutation(clients)
-    return frozenset(order[: round(config.attack_share * clients)].tolist())
+    return frozenset(order[: hostile_among(clients, config.attack_share)].tolist())
 
 
 def check(config: Config, exchange: str, clients: int, upload: Tensors) -> None:

@@ -23,6 +23,7 @@ from .errors import ConfigError
 from .methods import METHODS, Method
 from .models import GROUPS, MODELS, STEMS
 
+OF_PRIVACY = ("epsilon", "noise", "clip", "clip_report", "delta")
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -217,6 +218,9 @@ def configure(**keys: Any) -> Config:
     for name, value in config.flat().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value}: input should be a finite number")
+    for name in OF_PRIVACY if config.privacy == "off" else ():  # who gives one of these believes to be protected
+        if (value := getattr(config, name)) != Config.model_fields[name].default:
+            raise ConfigError(f"{name}={value:g} protects nothing by itself: give privacy=central or privacy=local too")
     return config
 
 

@@ -176,8 +176,8 @@ class Federation:
             if self.stalled >= self.config.patience:
                 reasons = [f"client {refusal['client']}: {refusal['reason']}" for refusal in record["refused"][-1:]]
                 raise FederationStalled(
-                    f"{self.stalled} rounds in a row had fewer than {self.config.min_clients} valid uploads, or came "
-                    f"to values that are not finite; the last refusal: {(reasons or ['none'])[0]}"
+                    f"{self.stalled} rounds in a row changed nothing, the last one for this reason: "
+                    f"{record['not_aggregated']}; the last refusal: {(reasons or ['none'])[0]}"
                 )
 
     @one_thread()  # also for the server: its threads would fight with the workers over the cores
@@ -208,10 +208,13 @@ class Federation:
                     on_client(done, len(chosen))
                 watch.lap("fold")
         watch.lap("train")
-        aggregated = fold.count >= self.config.min_clients and self._aggregate(number, fold)
+        obstacle = self._too_few(fold.count, len(chosen))
+        aggregated = obstacle is None and self._aggregate(number, fold)
         self.stalled = 0 if aggregated else self.stalled + 1
         watch.lap("aggregate")
         record: Record = {"round": number, "clients": sorted(chosen), "aggregated": aggregated, "refused": refused}
+        if not aggregated:
+            record["not_aggregated"] = obstacle or "valid uploads came to values that are not finite"
         record |= fold.note
         if self.config.attack != "off":
             record["hostile"] = sorted(self.hostile.intersection(chosen))
@@ -238,8 +241,7 @@ class Federation:
 
     @property
     def withheld(self) -> bool:
-        """Whether the server is not to learn how many samples a client has."""
-        return self.config.secure or self.config.privacy == "local"
+        return withholds_samples(self.config)
 
     def sample(self, number: int) -> list[int]:
         """The clients of a round, largest first: the order of dispatch and of folding, the same on every engine."""
@@ -334,6 +336,13 @@ class Federation:
         fold.add(client, model, report | {"samples": upload["samples"]})
         losses.add(section(upload, "loss"), float(upload["samples"]))
 
+    def _too_few(self, came: int, asked: int) -> str | None:
+        """Why so few valid uploads are not aggregated, or None."""
+        who = f"{came} of {asked} clients sent a valid upload"
+        if came < self.config.min_clients:
+            return f"{who}, and min_clients is {self.config.min_clients}"
+        return robust.shortage(self.config, came, who)
+
     def _aggregate(self, number: int, fold: Fold) -> bool:
         """Whether it came to anything: from huge values that were allowed each, a method may make some that are not."""
         averaged, stacked = fold.result()
@@ -399,6 +408,11 @@ def _test_loss(results: Sequence[tuple[Test, Tensors]]) -> Record:
     means = domain_means(central) if central else {AVG: mean([loss for _, loss in found])} if found else {}
     finite = {name: loss for name, loss in means.items() if math.isfinite(loss)}
     return {"test_loss": finite} if finite else {}
+
+
+def withholds_samples(config: Config) -> bool:
+    """Whether the server is not to learn how many samples a client has."""
+    return config.secure or config.privacy == "local"
 
 
 def load_source(config: Config, source: Source | None = None) -> Source:

@@ -152,7 +152,7 @@ def trouble(result: Result) -> str | None:
 def _warnings(record: dict[str, Any]) -> list[str]:
     found = []
     if refused := record["refused"]:
-        kept = "" if record["aggregated"] else "; the model stays as it was"
+        kept = "" if record["aggregated"] else f"; the model stays as it was: {record['not_aggregated']}"
         found.append(f"refused client {refused[0]['client']}: {refused[0]['reason']}{_and_more(refused)}{kept}")
     if restarted := record.get("restarted"):
         what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in restarted[0].items())

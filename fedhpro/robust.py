@@ -70,23 +70,36 @@ class RobustFold:
 
 def check(config: Config, exchange: str, per_round: int, upload_bytes: int) -> None:
     """Refuse what cannot withstand anything, and uploads that are more than memory_budget together."""
-    rule, hostile = config.robust, hostile_among(per_round, config.robust_share)
+    rule = config.robust
     if rule == "off":
         return
     if exchange == "nothing":
         raise ConfigError(f"robust={rule}: with method={config.method} nothing is aggregated")
-    needed = {"trimmed": 2 * hostile + 1, "krum": 2 * hostile + 3, "multikrum": 2 * hostile + 3}.get(rule, 3)
-    if per_round < max(3, needed):
-        assumed = f" of whom robust_share={config.robust_share:g} says {hostile} may be hostile," if needed > 3 else ""
-        raise ConfigError(
-            f"robust={rule}: {per_round} clients take part in a round,{assumed} and it needs {max(3, needed)}"
-        )
+    if (reason := shortage(config, per_round, f"{per_round} clients take part in a round")) is not None:
+        raise ConfigError(reason)
     kept = per_round * upload_bytes / GB
     if kept > config.memory_budget:
         raise ConfigError(
             f"robust={rule} keeps the {per_round} uploads of a round in main memory, {kept:.1f} GB, and memory_budget "
             f"is {config.memory_budget:g} GB: raise it, or lower clients or participation"
         )
+
+
+def shortage(config: Config, clients: int, who: str) -> str | None:
+    """Why so few withstand nothing, or None. It is asked before a run, and again of the uploads that a round got."""
+    rule, share = config.robust, config.robust_share
+    least = needed(rule, clients, share)
+    if clients >= least:
+        return None
+    assumed = f" of whom robust_share={share:g} says {hostile_among(clients, share)} may be hostile,"
+    return f"robust={rule}: {who},{assumed if least > 3 else ''} and it needs {least}"
+
+
+def needed(rule: str, clients: int, share: float) -> int:
+    """How many a rule needs when that share of so many clients is hostile; below three, one hostile is half of all."""
+    hostile = hostile_among(clients, share)
+    by_rule = {"off": 0, "trimmed": max(3, 2 * hostile + 1), "krum": 2 * hostile + 3, "multikrum": 2 * hostile + 3}
+    return by_rule.get(rule, 3)
 
 
 def hostile_among(clients: int, share: float) -> int:

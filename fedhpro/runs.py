@@ -68,6 +68,7 @@ MEMORIES = "memories"
 MAY_CHANGE = {"rounds", "workers", "evaluate_every", "checkpoint_every", "keep_checkpoints", "memory_budget"}
 MAY_CHANGE |= {"round_deadline", "join_deadline"}
 OF_NO_CONSEQUENCE = MAY_CHANGE - {"rounds", "evaluate_every"}  # for the numbers of a run
+CHECKPOINT = re.compile(r"round-[0-9]+\.(json|safetensors)")
 VERSIONS = {"fedhpro": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
 log = logging.getLogger("fedhpro")
 
@@ -157,6 +158,8 @@ def resume(
         folder.memories.elsewhere = config.data == SITES
         records = folder.records()
         tensors, meta = folder.newest_checkpoint(up_to=records[-1]["round"] if records else 0)
+        if not meta:
+            folder.check_start(config.checkpoint_every)
         before, config = meta.get("config", _as_json(config)), config.replace(**keys)
         check_changes(before, _as_json(config))
         if config.data == SITES and grid is None:
@@ -339,13 +342,16 @@ class RunFolder:
         self._append(self.timings, {"round": number, "seconds": round(seconds, 4), "phases": phases})
 
     def records(self, path: Path | None = None) -> list[Record]:
-        """The metrics so far; a last line that was cut off while it was written is left out."""
+        """The metrics so far, up to a line that is no record of a round: mostly one cut off while it was written."""
         path, found = path or self.metrics, list[Record]()
         for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
-                found.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(record, dict) or type(record.get("round")) is not int:
+                break
+            found.append(record)
         return found
 
     def count_repeated(self, last_round: int) -> int:
@@ -358,7 +364,7 @@ class RunFolder:
 
     def rewind(self, last_round: int) -> list[Record]:
         """Forget what came after the checkpoint, which is run again, and what was cut off while it was written."""
-        for path in self.checkpoints.glob("round-*"):
+        for path in self._checkpoint_files():
             if round_of(path) > last_round:
                 path.unlink()
         for path in (*leftovers(self.path), *leftovers(self.checkpoints)):
@@ -376,7 +382,7 @@ class RunFolder:
         for folder in (self.path, self.checkpoints, self.memories.folder):
             if folder.exists():
                 sync_folder(folder)  # before anything older goes
-        for old in sorted(self.checkpoints.glob("round-*.json"))[:-keep]:
+        for old in sorted(self._checkpoint_files(".json"))[:-keep]:
             old.unlink()
             old.with_suffix(".safetensors").unlink(missing_ok=True)
         self._prune_memories()
@@ -387,7 +393,7 @@ class RunFolder:
         Why a newer one cannot be used is noted.
         """
         finished = False
-        for path in sorted({path.with_suffix(".json") for path in self.checkpoints.glob("round-*")}, reverse=True):
+        for path in sorted({path.with_suffix(".json") for path in self._checkpoint_files()}, reverse=True):
             finished |= path.exists()
             try:
                 return self._checkpoint(path, up_to)
@@ -398,6 +404,22 @@ class RunFolder:
         if finished:
             raise RunError(f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.notes[0]}")
         return {}, {}
+
+    def check_start(self, checkpoint_every: int) -> None:
+        """Without a checkpoint, go on from round 1 only where none can be missing: a round is on record before its
+        checkpoint is saved, so a run that was killed before its first one has up to checkpoint_every lines.
+        """
+        lines = len(self.metrics.read_bytes().splitlines()) if self.metrics.exists() else 0
+        if lines > checkpoint_every:
+            raise RunError(
+                f"{self.path} has no checkpoint to go on from, and nothing was changed: {self.metrics.name} has "
+                f"{lines} rounds, and with checkpoint_every={checkpoint_every} there was one"
+            )
+        self.notes.append("no checkpoint yet: from round 1")
+
+    def _checkpoint_files(self, kind: str = ".*") -> list[Path]:
+        """Other files that somebody put there do not count, and stay."""
+        return [path for path in self.checkpoints.glob(f"round-*{kind}") if CHECKPOINT.fullmatch(path.name)]
 
     def _checkpoint(self, path: Path, up_to: int | None) -> tuple[Tensors, Record]:
         meta = unsealed(path)
@@ -419,7 +441,7 @@ class RunFolder:
 
     def _prune_memories(self) -> None:
         pinned: set[tuple[int, int]] = set()
-        for path in self.checkpoints.glob("round-*.json"):
+        for path in self._checkpoint_files(".json"):
             with contextlib.suppress(DamagedFile):  # a checkpoint that cannot be read needs none
                 pinned |= generations_of(unsealed(path)).items()
         self.memories.prune(pinned)

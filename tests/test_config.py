@@ -211,6 +211,17 @@ def test_sentences_stay_one_short_line_whatever_is_given():
     assert len(sentence(scenario="x" * 10_000)) < 250
 
 
+@pytest.mark.parametrize(
+    "key,value", [("epsilon", 1), ("noise", "4"), ("clip", 2), ("clip_report", 0.5), ("delta", 1e-6)]
+)
+def test_keys_of_privacy_are_refused_where_nothing_is_protected(key, value):
+    words = f"{key}={float(value):g} protects nothing by itself: give privacy=central or privacy=local too"
+    assert sentence(**{key: value}) == sentence(**{key: value}, privacy="off") == words
+    assert getattr(configure(**{key: value}, privacy="central"), key) == float(value)
+    usual = getattr(configure(), key)  # as every config.toml has it
+    assert getattr(configure(**{key: "none" if usual is None else usual}), key) == usual
+
+
 def test_choices_are_listed():
     assert sentence(scenario="foo").endswith("'nid1-equalised', 'nid2', 'shards' or 'ag-nid'")
 

@@ -325,6 +325,16 @@ def test_audit_lists_what_leaves_and_what_comes(capsys, federation):
     assert re.search(r"model/classifier.weight +3 x 128 +float16 +768", text)
 
 
+@pytest.mark.parametrize(
+    ("keys", "leaves"), [([], True), (["secure=true"], False), (["privacy=local", "weights=equal"], False)]
+)
+def test_audit_says_that_the_number_of_samples_leaves_only_where_it_does(capsys, keys, leaves):
+    keys = ["data=sites", "classes=a,b,c", "engine=flower", "evaluation=off", "method=fedavg", *keys]
+    code, text, error = call(capsys, "deploy", "audit", *keys)
+    found = re.search("(a constant in place of )?how many samples it trains on", " ".join(text.split()))
+    assert code == 0 and (found[1] is None) == leaves, error
+
+
 # The node, without a server
 
 

@@ -112,6 +112,51 @@ def test_without_any_sound_checkpoint_nothing_is_touched(finished, tmp_path):
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("line", ["[1, 2]", '{"round": "x"}', '{"round": null}', "{}", "3"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
+def test_a_line_that_is_no_record_counts_as_one_that_was_cut_off(finished, tmp_path, name, line):
+    folder = copy_of(finished, tmp_path)
+    lines = (folder / name).read_text().splitlines()
+    (folder / name).write_text("\n".join([*lines[:2], line]) + "\n")
+    resumed = runs.resume(folder, source=tiny())
+    assert outcome(folder) == outcome(finished) and len(resumed.history) == 3
+
+
+def test_a_file_that_is_no_checkpoint_is_left_alone(finished, tmp_path):
+    folder = copy_of(finished, tmp_path)
+    strays = [folder / "checkpoints" / name for name in ("round-abc.json", "round-.safetensors", "round-9.json.bak")]
+    for stray in strays:
+        stray.write_text("{}")
+    assert runs.resume(folder, source=tiny(), rounds=4).notes == []
+    assert all(stray.exists() for stray in strays)
+    assert len(list((folder / "checkpoints").glob("round-0*.json"))) == 2  # as many as ever
+
+
+@pytest.mark.parametrize("gone", ["*", "*.json"])
+def test_a_run_whose_checkpoints_are_gone_is_not_thrown_away(finished, tmp_path, gone):
+    folder = copy_of(finished, tmp_path)
+    for path in (folder / "checkpoints").glob(gone):
+        path.unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    sentence = r"has no checkpoint to go on from, and nothing was changed: metrics.jsonl has 3 rounds, and [^\n]*$"
+    with pytest.raises(RunError, match=sentence):
+        runs.resume(folder, source=tiny())
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_and_says_so(finished, tmp_path, every):
+    """A round is on record before its checkpoint is saved: so many records there can be."""
+    folder = copy_of(finished, tmp_path)
+    shutil.rmtree(folder / "checkpoints")
+    records = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(records[:every]))
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("checkpoint_every = 1", f"checkpoint_every = {every}"))
+    assert runs.resume(folder, source=tiny()).notes == ["no checkpoint yet: from round 1"]
+    assert outcome(folder) == outcome(finished)
+
+
 def test_no_changed_byte_of_a_seal_goes_unnoticed(tmp_path):
     path, content = tmp_path / "x.json", {"round": 3, "memories": {1: 2, 10: 3}, "lr": 0.1}
     path.write_text(sealed(content))

@@ -1,6 +1,8 @@
 """Hostile clients and folds that withstand them: each rule by hand, its bounds, each attack, and whole rounds."""
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,13 +14,18 @@ from hypothesis import strategies as st
 from fedhpro import robust, runs
 from fedhpro.attacks import ON_MODELS, hostile_clients
 from fedhpro.config import configure
-from fedhpro.errors import ConfigError
+from fedhpro.errors import ConfigError, FederationStalled
 from fedhpro.federation import Federation
 from fedhpro.methods import METHODS
 
 RULES = ("clip", "median", "trimmed", "krum", "multikrum")
 TOGETHER = [name for name in sorted(METHODS) if name not in ("centralised", "local")]
-SIX = TINY | {"clients_per_domain": 3, "samples_per_client": 20, "robust_share": 0.1}  # 6 clients, 1 may be hostile
+SIX = TINY | {
+    "clients_per_domain": 3,
+    "samples_per_client": 20,
+    "robust_share": 0.1,
+    "attack_share": 0.1,
+}  # 1 of 6 is hostile
 
 
 def fold_of(rule, models, reports, share=0.2, **keys):
@@ -216,7 +223,7 @@ def test_only_hostile_clients_spoil_what_they_send(tiny_source, attack):
     keys = {"method": "fedgmkd", "attack_share": 0.4, "attack_scale": 3.0}
     honest, _, sent = uploads(tiny_source, **keys)
     spoilt, hostile, _ = uploads(tiny_source, attack=attack, **keys)
-    assert len(hostile) == 2
+    assert len(hostile) == 3
     for k, (before, after) in enumerate(zip(honest, spoilt, strict=True)):
         changed = {name for name in before if not torch.equal(before[name], after[name])}
         kinds = {name.split("/")[0] for name in changed}
@@ -253,6 +260,8 @@ def test_flipped_labels_are_those_of_the_hostile_alone(tiny_source):
 def test_who_is_hostile_comes_from_the_seed_and_small_shares_are_part_of_larger():
     drawn = [hostile_clients(configure(attack="scale", attack_share=share), 20) for share in (0, 0.1, 0.4)]
     assert [len(clients) for clients in drawn] == [0, 2, 8] and drawn[1] < drawn[2]
+    few = [hostile_clients(configure(attack="scale", attack_share=share), 4) for share in (0, 0.1, 0.25, 0.3)]
+    assert [len(clients) for clients in few] == [0, 1, 1, 2]  # rounded up, as those that a defence reckons with
     assert drawn[2] != hostile_clients(configure(attack="scale", attack_share=0.4, seed=1), 20)
     assert not hostile_clients(configure(attack_share=0.4), 20)
 
@@ -300,6 +309,39 @@ class Replay:
 
     def train(self, round, clients, sent, memories):
         yield from self.answers
+
+
+@pytest.mark.parametrize(
+    "rule, came, words",
+    [
+        (
+            "krum",
+            2,
+            "2 of 6 .* of whom robust_share=0.1 says 1 may be hostile, and it needs 5",
+        ),  # of two, either may be the nearest
+        ("median", 2, "2 of 6 clients sent a valid upload, and it needs 3"),  # half of it would be the hostile one's
+        ("multikrum", 4, "4 of 6 .* of whom robust_share=0.1 says 1 may be hostile, and it needs 5"),
+        ("multikrum", 5, None),
+        ("off", 2, None),
+    ],
+)
+def test_a_round_with_too_few_uploads_changes_nothing_and_says_why(tiny_source, rule, came, words):
+    config = configure(
+        **(SIX | {"method": "fedavg", "local_steps": 1, "evaluate_every": 9, "patience": 1}), robust=rule
+    )
+    with Federation(config, tiny_source) as federation:
+        answers = list(federation.engine.train(1, federation.sample(1), federation.sent(), {}))
+        lost = [dataclasses.replace(answer, error="it did not answer") for answer in answers[came:]]
+        federation.engine, before = Replay(answers[:came] + lost, federation.engine), federation.model
+        rounds = federation.rounds()
+        record = next(rounds)
+        assert record["aggregated"] == (words is None) == (federation.model is not before)
+        if words is None:
+            assert "not_aggregated" not in record
+        else:
+            assert re.search(f"^robust={rule}: {words}$", record["not_aggregated"])
+            with pytest.raises(FederationStalled, match=re.escape(record["not_aggregated"])):
+                next(rounds)
 
 
 @pytest.mark.parametrize("rule", ["median", "multikrum"])

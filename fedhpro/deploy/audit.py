@@ -11,16 +11,21 @@ from rich.table import Table
 from ..accounting import tensor_table
 from ..config import Config
 from ..data.sources import Split
-from ..federation import Federation
+from ..federation import Federation, withholds_samples
 from ..methods.base import Tensors
 
 Record = dict[str, Any]
 LEAVES, COMES = "up", "down"
-BESIDES = (
-    "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, how "
-    "many samples it trains on, whether and since which round it remembers something, and, where it failed, what kind "
-    "of error it was."
-)
+
+
+def besides(config: Config) -> str:
+    """What a reply has that is no tensor, in a sentence."""
+    held = "how many samples it trains on and how many it holds out"
+    return (
+        "Besides tensors, a reply has: the version of fedhpro, the client's number, a digest of config and shapes, "
+        f"{f'a constant in place of {held}' if withholds_samples(config) else held}, whether and since which round it "
+        "remembers something, and, where it failed, what kind of error it was."
+    )
 
 
 def tensors(config: Config) -> list[Record]:

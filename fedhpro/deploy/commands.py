@@ -174,7 +174,7 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Print exactly which tensors, shapes and bytes leave a site in a round, and which come in."""
-    from .audit import BESIDES, COMES, LEAVES, table, tensors
+    from .audit import COMES, LEAVES, besides, table, tensors
 
     folders, keys = names_and_keys(arguments or [])
     if len(folders) > 1 or (folders and keys):
@@ -184,7 +184,7 @@ def audit(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        out.print(table(rows, LEAVES), table(rows, COMES), BESIDES, sep="\n\n", highlight=False)
+        out.print(table(rows, LEAVES), table(rows, COMES), besides(config), sep="\n\n", highlight=False)
 
 
 def add(folder: Folder, nodes: Annotated[int, typer.Option(min=1, help="How many.")] = 1) -> None:
