@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -32,12 +30,11 @@ def state(deployment: Deployment) -> dict[str, Any]:
 
 def last_round(deployment: Deployment) -> dict[str, Any] | None:
     """What the server wrote down last of the last run, where its folder is on this machine."""
+    from ..runs import RunFolder  # which brings torch along
+
     folder = deployment.server / (deployment.run_folder or "none")
-    metrics = folder / "metrics.jsonl"
-    for line in reversed(metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []):
-        with contextlib.suppress(json.JSONDecodeError):  # being written
-            return {"folder": str(folder), **json.loads(line)}
-    return None
+    records = RunFolder(folder).records()
+    return {"folder": str(folder), **records[-1]} if records else None
 
 
 def view(found: dict[str, Any]) -> RenderableType:
