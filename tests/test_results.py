@@ -27,7 +27,14 @@ tables, matrix = tool("tables"), tool("matrix")
 
 @pytest.mark.parametrize(
     ("results", "page"),
-    [("office-caltech", "RESULTS"), ("digits", "RESULTS"), ("digits-lite", "comparison"), ("precision", "gpu")],
+    [
+        ("office-caltech", "RESULTS"),
+        ("digits", "RESULTS"),
+        ("office-caltech-confirm", "RESULTS"),
+        ("digits-confirm", "RESULTS"),
+        ("digits-lite", "comparison"),
+        ("precision", "gpu"),
+    ],
 )
 def test_tables_show_what_was_measured(results, page):
     written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
