@@ -18,6 +18,7 @@ from torch import Tensor
 from fedhpro import equations as eq
 from fedhpro.methods.base import Client, Count, Net, Tensors
 from fedhpro.methods.fedhpro_global import orthogonal
+from fedhpro.methods.fedhpro_released import weight_gradients
 from fedhpro.methods.fedhpro_variants import FedHProVariants
 
 
@@ -63,10 +64,7 @@ class Awake(FedHProVariants):
     def class_gradients(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
         sent = super().class_gradients(z, y, net)
         if self.of_weights:
-            C = net.num_classes
-            residuals = torch.softmax(net.classifier(z), 1) - F.one_hot(y, C)
-            own = F.one_hot(y, C).to(z.dtype) / sent["counts"].clamp_min(1)
-            sent["weight_gradients"] = torch.einsum("nc,nj,nd->cjd", own, residuals, z).detach()
+            sent["weight_gradients"] = weight_gradients(z, y, net.classifier)
         return sent
 
     def aggregate(

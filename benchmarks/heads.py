@@ -123,6 +123,7 @@ def hyper(S: Tensor, start: Tensor, parts: list[Part], weight: Tensor, bias: Ten
     units = F.normalize(S, dim=2)
     right = F.linear(H, weight, bias).argmax(1) == torch.arange(C, device=H.device)
     cosines = (units @ units.mT).flatten(1).sum(1) - I
+    of_classes = F.normalize(H, dim=1) @ F.normalize(H, dim=1).T
     return {
         "moved, % of |S|": 100 * float((S - start).norm() / start.norm()),
         "cosine of H to class means": float(F.cosine_similarity(H, means).mean()),
@@ -130,6 +131,7 @@ def hyper(S: Tensor, start: Tensor, parts: list[Part], weight: Tensor, bias: Ten
         "length of class means": float(means.norm(dim=1).mean()),
         "accuracy of H under h*": 100 * float(right.float().mean()),
         "cosine within a class": float(cosines.mean() / max(1, I * (I - 1))),
+        "cosine between the classes' H": float((of_classes.sum() - C) / max(1, C * (C - 1))),
     }
 
 

@@ -693,9 +693,10 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
 
 def check_required(required: str, text: str) -> None:
     """Whether the server's config has what this site asks for: the keys that it requires would change nothing."""
-    keys = tomllib.loads(text)
-    if required and configure(**(keys | parse(required.split()))) != configure(**keys):
-        raise SiteError(f"this site takes part only with {required}")
+    if required:
+        keys = tomllib.loads(text)
+        if configure(**(keys | parse(required.split()))) != configure(**keys):
+            raise SiteError(f"this site takes part only with {required}")
 
 
 def answered(work: Work) -> Callable[[Message, Context], Message]:
