@@ -150,6 +150,22 @@ def _take(descriptor: int, folder: Path) -> None:
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}".encode())
 
 
+@contextlib.contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """One process after the other: who comes while another is inside waits for it. The file stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _locks.add(descriptor)
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)
+
+
 _locks: set[int] = set()
 
 

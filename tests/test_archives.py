@@ -3,13 +3,15 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from fedhpro.data import load, sources, store
+from fedhpro.data import ingest, load, sources, store
 from fedhpro.data.catalog import CATALOG
 from fedhpro.data.clients import cut
 from fedhpro.data.partition import with_all_classes
@@ -121,6 +123,20 @@ def test_changed_files_are_read_again(folder):
     assert os.stat(store.mirror_of("office-caltech") / store.MANIFEST).st_mtime_ns == before
     write(folder / "office_caltech" / "webcam.npz", 100)
     assert len(load("office-caltech").domains[1].train) == 100
+
+
+def test_of_many_that_start_together_one_makes_the_copy(folder, monkeypatch):
+    made, write_copy = [], ingest._write
+
+    def slowly(*given):
+        made.append(given)
+        time.sleep(0.2)
+        return write_copy(*given)
+
+    monkeypatch.setattr(ingest, "_write", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(lambda _: len(load("office-caltech").domains[1].train), range(4)))
+    assert sizes == [200] * 4 and len(made) == 1
 
 
 def test_a_copy_of_another_version_is_made_again(folder):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..errors import DataError
-from ..files import cache_folder
+from ..files import cache_folder, in_turn
 from . import hub, importers, store
 from .catalog import Dataset
 from .importers import Found, Picture, Samples
@@ -69,14 +69,24 @@ def mirror(dataset: Dataset, track: Track = silently) -> store.Stored | None:
     if path is None:
         return None
     target = store.mirror_of(dataset.name)
-    if store.is_there(target):
-        try:
-            stored = store.read(target)
-        except DataError:  # another version of the format, or damaged: the files are at hand to make it again
-            stored = None
-        if stored is not None and stored.origin.get("stamp") == importers.stamp(path):
-            return stored
-    return import_files(dataset, path, track, target)
+    if (made := _mirrored(target, path)) is not None:
+        return made
+    try:
+        with in_turn(target.with_name(f"{target.name}.lock")):  # of many runs that start together, one makes it
+            return _mirrored(target, path) or import_files(dataset, path, track, target)
+    except OSError as error:
+        raise DataError(f"cannot write {target}: {error.strerror or error}; FEDHPRO_CACHE names another") from None
+
+
+def _mirrored(target: Path, path: Path) -> store.Stored | None:
+    """The copy that was made of these very files, if there is one."""
+    if not store.is_there(target):
+        return None
+    try:
+        stored = store.read(target)
+    except DataError:  # another version of the format, or damaged: the files are at hand to make it again
+        return None
+    return stored if stored.origin.get("stamp") == importers.stamp(path) else None
 
 
 def _write(
