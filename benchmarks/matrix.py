@@ -12,6 +12,7 @@ server at the evaluated rounds (--seconds 0: only writes these).
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -30,8 +31,8 @@ def one(name: str, keys: dict[str, Any], out: Path) -> None:
     torch.set_num_threads(1)
     import fedhpro
 
-    if keys.get("method") == "awake":
-        import awake  # noqa: F401 - registers it
+    if keys.get("method") in ("awake", "frames"):
+        importlib.import_module(keys["method"])  # registers it
 
     folder = out / "runs" / name
     if (folder / "config.toml").exists():

@@ -59,8 +59,13 @@ def test_heads_show_what_was_measured():
 
 def test_jobs_are_valid_and_seed_by_seed(tmp_path):
     jobs = matrix.jobs_of(ROOT / "results/jobs.json")
-    for keys in jobs.values():
-        configure(**keys)
+    others = matrix.jobs_of(ROOT / "results/frames.json")
+    for keys in [*jobs.values(), *others.values()]:
+        if keys.get("method") != "frames":  # of benchmarks/frames.py
+            configure(**keys)
+    for name in others:
+        group, run = name.split("/")
+        assert f'"run": "{run}"' in (ROOT / "results" / f"{group}.jsonl").read_text(), f"{name} is nowhere in results"
     office = [int(name[-1]) for name in jobs if name.startswith("office-caltech/")]
     assert office == sorted(office) and len(office) == 36
 
@@ -93,6 +98,33 @@ kinds = [
 for i, keys in enumerate([{"method": "fedhpro"}, *({"method": "awake"} | kind for kind in kinds)]):
     print(json.dumps(fedhpro.run(tiny | keys | {"out": f"{out}/{i}"}).history[-1].get("server", {})))
 """
+
+
+FRAMES = """
+import json, sys
+import frames, fedhpro
+from safetensors.torch import load_file
+tiny, out = json.loads(sys.argv[1]), sys.argv[2]
+anchors = {"method": "frames", "I": 1, "M": 0, "hyper_init": "blocks", "uplink": "off", "hpcl": "off", "relaxed": 1.0}
+pairs = [
+    ({"method": "frames"}, {"method": "fedhpro"}),
+    (anchors | {"classifier": "anchors"}, {"method": "fedhpro-plus"}),
+    (anchors | {"classifier": "anchors", "mixed": True}, {"method": "fedhpro-plus", "mixed": True}),
+    (anchors, {"method": "fedhpro-plus", "classifier": "trained"}),
+]
+for i, pair in enumerate(pairs):
+    folders = [fedhpro.run(tiny | keys | {"out": f"{out}/{i}-{j}"}).folder for j, keys in enumerate(pair)]
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
+    print("same" if all((ours[name] == theirs[name]).all() for name in theirs) else "other")
+"""
+
+
+def test_what_was_compared_as_frames_is_the_method_of_the_package(tmp_path):
+    """The runs that fedhpro-plus was chosen by were those of benchmarks/frames.py: the same bits."""
+    command = [sys.executable, "-c", FRAMES, json.dumps(TINY | {"local_steps": 1}), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line in ("same", "other")] == ["same"] * 4
 
 
 def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers(tmp_path):

@@ -14,6 +14,7 @@ from .. import equations as eq
 from ..errors import ConfigError
 from .base import Client, Net, NonNegative, Tensors
 from .fedhpro import FedHPro
+from .fedhpro_plus import frame
 
 
 def orthogonal(S: Tensor) -> Tensor:
@@ -24,9 +25,7 @@ def orthogonal(S: Tensor) -> Tensor:
 
 def blocks(S: Tensor) -> Tensor:
     """Vectors of length sqrt(d), without negative coordinates, at right angles to those of every other class."""
-    C, _, d = S.shape
-    own = torch.arange(d) * C // d == torch.arange(C)[:, None]
-    return (own / own.sum(1, keepdim=True).clamp_min(1) ** 0.5 * d**0.5)[:, None].expand(S.shape).clone()
+    return frame(S.shape[0], S.shape[2])[:, None].expand(S.shape).clone()
 
 
 FRAMES = {"orthogonal": orthogonal, "blocks": blocks}

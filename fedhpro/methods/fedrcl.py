@@ -29,9 +29,11 @@ class FedRCL(Method):
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x)
+        return {"ce": F.cross_entropy(net.classify(z), y)} | self.contrasts(stages, y)
+
+    def contrasts(self, stages: list[Tensor], y: Tensor) -> Tensors:
         contrasts, penalties = zip(*(self.contrast(stage, y) for stage in stages), strict=True)
         return {
-            "ce": F.cross_entropy(net.classify(z), y),
             "contrast": torch.stack(contrasts).mean(),
             "penalty": self.beta * torch.stack(penalties).mean(),
         }

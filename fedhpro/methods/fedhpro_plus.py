@@ -1,0 +1,75 @@
+"""FedHPro plus: what our measurements left of FedHPro, and FedRCL's contrast beside it. In no paper: docs/plus.md.
+
+Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
+the classifier as well, which nobody trains, and batches are contrasted at five depths. Everybody can compute the
+anchors: the model travels and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import equations as eq
+from ..errors import ConfigError
+from .base import Client, Net, Tensors
+from .fedrcl import FedRCL
+
+
+def frame(classes: int, dim: int) -> Tensor:
+    """Anchors [C, d] of length sqrt(d), at right angles, without negative coordinates: features are behind a ReLU."""
+    own = torch.arange(dim) * classes // dim == torch.arange(classes)[:, None]
+    return F.normalize(own.float(), dim=1) * dim**0.5
+
+
+def mixture(counts: Tensor) -> Tensor:
+    """How evenly a client's samples are spread over the classes: (exp(entropy) - 1) / (C - 1), from 0 to 1."""
+    shares = counts / counts.sum()
+    return (torch.special.entr(shares).sum().exp() - 1) / max(1, len(counts) - 1)
+
+
+@dataclass(frozen=True)
+class FedHProPlus(FedRCL):
+    """FedHPro plus: fixed anchors that are the classifier as well, and FedRCL's contrast. In no paper."""
+
+    name = "fedhpro-plus"
+
+    # what remains without each of the three is measured in docs/plus.md
+    classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
+    aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
+    contrasted: bool = True  # FedRCL's contrast and penalty
+    mixed: bool = False  # for label skew: a client aligns as strongly as its labels are mixed
+
+    def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
+        if net.num_classes > net.dim:
+            raise ConfigError(f"fedhpro-plus: {net.num_classes} classes have no {net.dim} features to share out")
+        return {}
+
+    def prepare(self, client: Client) -> Tensors:
+        anchors = frame(client.net.num_classes, client.net.dim).to(client.counts.device)
+        return {
+            "anchors": anchors,
+            "strength": mixture(client.counts) if self.mixed else torch.ones_like(anchors[0, 0]),
+        }
+
+    def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
+        stages, z = net.stages_and_features(x)
+        anchors = context["anchors"]
+        logits = F.linear(z, F.normalize(anchors, dim=1)) if self.classifier == "anchors" else net.classify(z)
+        terms = {"ce": F.cross_entropy(logits, y)}
+        if self.aligned:
+            terms["hpal"] = context["strength"] * eq.align(z, y, anchors)
+        return terms | (self.contrasts(stages, y) if self.contrasted else {})
+
+    def aggregate(
+        self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        if self.classifier == "trained":
+            return state, {}
+        W, b = model["classifier.weight"], model["classifier.bias"]
+        return state, {"classifier.weight": F.normalize(frame(*W.shape), dim=1), "classifier.bias": torch.zeros_like(b)}

@@ -1,0 +1,85 @@
+"""FedHPro plus: its anchors, its loss from the formulas, and what it comes to without each of its parts."""
+
+import math
+
+import pytest
+import torch
+from conftest import TINY
+from test_fedhpro import run, terms_of
+
+from fedhpro.config import configure
+from fedhpro.errors import ConfigError
+from fedhpro.methods.fedhpro_plus import FedHProPlus, frame, mixture
+from fedhpro.methods.fedrcl import FedRCL
+
+
+@pytest.mark.parametrize("classes, dim", [(10, 512), (7, 512), (3, 3), (4, 9), (397, 512)])
+def test_anchors_are_at_right_angles_as_long_as_random_ones_and_not_negative(classes, dim):
+    A = frame(classes, dim)
+    torch.testing.assert_close(A @ A.T, torch.eye(classes) * dim)
+    assert A.min() >= 0 and ((A > 0).sum(0) == 1).all()  # every feature belongs to one class
+    sizes = (A > 0).sum(1)
+    assert sizes.max() - sizes.min() <= 1 and sizes.min() >= 1
+
+
+@pytest.mark.parametrize(
+    "counts, strength",
+    [([5, 5, 5, 5], 1), ([7, 0, 0, 0], 0), ([3, 3, 0, 0], 1 / 3), ([3, 1, 0, 0], (4 / 3**0.75 - 1) / 3), ([9], 0)],
+)
+def test_strength_is_how_evenly_labels_are_spread(counts, strength):
+    assert mixture(torch.tensor(counts)).item() == pytest.approx(strength, abs=1e-6)
+
+
+def test_loss_by_hand():
+    terms, z, y, context = terms_of(FedHProPlus(), {})
+    C, d = context["anchors"].shape
+    ce, hpal = 0.0, 0.0
+    for feature, label in zip(z.detach().double().tolist(), y.tolist(), strict=True):
+        own = [[q for q in range(d) if q * C // d == c] for c in range(C)]
+        logits = [sum(feature[q] for q in block) / math.sqrt(len(block)) for block in own]
+        ce += (math.log(sum(map(math.exp, logits))) - logits[label]) / len(y)
+        for q, value in enumerate(feature):
+            gap = abs(value - (math.sqrt(d / len(own[label])) if q in own[label] else 0))
+            hpal += (gap**2 / 2 if gap <= 1 else gap - 0.5) / len(y)
+    assert terms["ce"].item() == pytest.approx(ce, rel=1e-5)
+    assert terms["hpal"].item() == pytest.approx(hpal, rel=1e-5)
+    other = terms_of(FedRCL(), {})[0]
+    assert terms["contrast"] == other["contrast"] and terms["penalty"] == other["penalty"]
+    assert set(terms) == {"ce", "hpal", "contrast", "penalty"}
+
+
+def test_mixed_weighs_the_alignment_of_a_client_by_its_labels():
+    plain, _, y, _ = terms_of(FedHProPlus(), {})
+    mixed, _, _, context = terms_of(FedHProPlus(mixed=True), {})
+    expected = mixture(torch.bincount(y, minlength=len(context["anchors"])))
+    assert 0 < expected < 1 and context["strength"] == expected
+    assert mixed.pop("hpal") == expected * plain.pop("hpal") and mixed == plain
+
+
+def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_source):
+    _, _, federation = run(tiny_source, method="fedhpro-plus")
+    W, b = federation.model["classifier.weight"], federation.model["classifier.bias"]
+    torch.testing.assert_close(W, frame(*W.shape) / W.shape[1] ** 0.5)
+    assert not b.any() and not [name for name in federation.schema if name.startswith("report/")]
+    assert not federation.method.broadcast(federation.state)
+    _, _, trained = run(tiny_source, method="fedhpro-plus", classifier="trained")
+    assert trained.model["classifier.bias"].any()
+
+
+@pytest.mark.parametrize("host, without", [("fedrcl", {}), ("fedavg", {"contrasted": False})])
+def test_without_anchors_it_is_fedrcl_and_without_contrast_fedavg(tiny_source, host, without):
+    keys = {"method": "fedhpro-plus", "classifier": "trained", "aligned": False} | without
+    ours, theirs = run(tiny_source, **keys)[2], run(tiny_source, method=host)[2]
+    assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
+
+
+def test_preset_plus_has_the_training_of_preset_paper():
+    paper, plus = configure(preset="paper").flat(), configure(preset="plus").flat()
+    assert plus["method"] == "fedhpro-plus" and configure(preset="plus").build_method() == FedHProPlus()
+    shared = paper.keys() & plus.keys() - {"method", "preset"}
+    assert {key: plus[key] for key in shared} == {key: paper[key] for key in shared} and len(shared) > 30
+
+
+def test_more_classes_than_features_are_refused(tiny_source):
+    with pytest.raises(ConfigError, match=r"^fedhpro-plus: 4 classes have no 3 features to share out$"):
+        run(tiny_source, **(TINY | {"method": "fedhpro-plus", "dim": 3}))
