@@ -32,7 +32,7 @@ PAPER = {  # Table "Domain Skew" of its appendix, AVG
     },
 }  # fmt: skip
 CURVES = {"fedavg": "#999999", "fedrcl": "#D55E00", "fedsa": "#009E73", "fedhpro": "#0072B2", "fedhpro-M0": "#56B4E9",
-          "fedhpro-I1-M0": "#CC79A7"}  # fmt: skip
+          "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#000000"}  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py kept
 
 
