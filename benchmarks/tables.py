@@ -1,6 +1,7 @@
 """Tables and curves of docs/RESULTS.md from the files that matrix.py and heads.py leave.
 
     python benchmarks/tables.py results/office-caltech.jsonl results/digits.jsonl [--figure docs/results.png]
+                                                                                  [--matching docs/matching.png]
     python benchmarks/tables.py results/*-confirm.jsonl --against fedhpro fedhpro-M0
     python benchmarks/tables.py results/heads.jsonl
 
@@ -112,23 +113,37 @@ def heads_table(path: Path) -> str:
     return "\n".join(lines)
 
 
-def draw(paths: list[Path], target: Path) -> None:
+def draw(paths: list[Path], target: Path, measure: str = "accuracy") -> None:
+    """Curves over the rounds, means of the seeds: of the accuracy, or of L_GM where the server matches gradients."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     for axes, path in zip(figure.subplots(1, len(paths), squeeze=False)[0], paths, strict=True):
         runs = read(path)
         for name, colour in CURVES.items():
-            if name not in runs:
-                continue
-            histories = [run["rounds"] for run in runs[name].values()]
-            rounds = [record["round"] for record in histories[0]]
-            values = [[record["accuracy"]["AVG"] for record in same] for same in zip(*histories, strict=True)]
-            axes.plot(rounds, [statistics.fmean(each) for each in values], color=colour, label=name)
-            axes.fill_between(rounds, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
-        axes.set(title=path.stem, xlabel="round", ylabel="test accuracy, mean of the domains, %")
+            histories = [run["rounds"] for run in runs.get(name, {}).values()]
+            curves = {"": ("accuracy", "AVG", "-")}
+            if measure == "L_GM":
+                histories = [rounds for rounds in histories if "server" in rounds[0]]
+                curves = {", before matching": ("server", "L_GM_start", "--"), ", after it": ("server", "L_GM", "-")}
+                if "-M0" in name:
+                    curves = {"": ("server", "L_GM", "-")}
+            for suffix, (group, key, line) in curves.items() if histories else ():
+                rounds = [record["round"] for record in histories[0]]
+                values = [[record[group][key] for record in same] for same in zip(*histories, strict=True)]
+                means = [statistics.fmean(each) for each in values]
+                axes.plot(rounds, means, line, color=colour, label=name + suffix)
+                if measure == "accuracy":
+                    low, high = list(map(min, values)), list(map(max, values))
+                    axes.fill_between(rounds, low, high, color=colour, alpha=0.15, lw=0)
+        label = "test accuracy, mean of the domains, %" if measure == "accuracy" else "L_GM (Eq 8), mean of the classes"
+        axes.set(title=path.stem, xlabel="round", ylabel=label)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize=8)
+        if measure == "L_GM":
+            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+        axes.legend(
+            loc="lower right" if measure == "accuracy" else "upper left", fontsize=8, ncols=1 + (measure == "L_GM")
+        )
     figure.savefig(target, dpi=100)
 
 
@@ -137,6 +152,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--against", nargs="+", default=[])
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--matching", type=Path, help="a figure of L_GM")
     options = parser.parse_args()
     for path in options.files:
         print(f"\n{path.stem}\n\n" + (heads_table(path) if path.stem == "heads" else table(path)))
@@ -144,6 +160,8 @@ def main() -> None:
             print("\n" + differences(path, options.against))
     if options.figure:
         draw(options.files, options.figure)
+    if options.matching:
+        draw(options.files, options.matching, "L_GM")
 
 
 if __name__ == "__main__":
