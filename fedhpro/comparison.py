@@ -156,7 +156,7 @@ def table(comparison: Comparison) -> Any:
     seeds = ", ".join(map(str, comparison.seeds))
     found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
     keys = [key for key in rows[0] if key not in ("method", "seeds")] if rows else []
-    found.add_column("method", style="bold")
+    found.add_column("method", style="bold", overflow="fold")  # a name is broken rather than cut short
     for key in keys:
         found.add_column(TITLES.get(key, key), justify="right", style="green" if key == AVG else "")
     for row in rows:
