@@ -130,3 +130,8 @@ def test_a_model_that_lacks_what_the_method_needs_is_refused_in_one_sentence():
     keys = TINY | {"method": "fedrcl", "model": "textcnn", "width": None}
     with pytest.raises(ConfigError, match=r"method=fedrcl with model=textcnn: .* no stages"):
         Federation(configure(**keys), source)
+    keys = TINY | {"method": "fedhpro-plus", "model": "textcnn", "width": None}
+    with pytest.raises(ConfigError, match=r"method=fedhpro-plus with model=textcnn: .* no stages"):
+        Federation(configure(**keys), source)
+    with Federation(configure(**(keys | {"contrasted": False})), source) as federation:
+        assert [record["aggregated"] for record in federation.rounds()] == [True, True]

@@ -58,7 +58,7 @@ class FedHProPlus(FedRCL):
         }
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
-        stages, z = net.stages_and_features(x)
+        stages, z = net.stages_and_features(x) if self.contrasted else ([], net.features(x))  # TextCNN has no stages
         anchors = context["anchors"]
         logits = F.linear(z, F.normalize(anchors, dim=1)) if self.classifier == "anchors" else net.classify(z)
         terms = {"ce": F.cross_entropy(logits, y)}
