@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
-    data = np.load(Path(os.environ["FEDHPRO_DATA"]) / "cifar10.npz")
+    data = np.load(Path(os.environ["FEDHPRO_DATA"]) / "cifar10.npz", allow_pickle=False)
     labels = data["y_train"].astype(np.int64)
     kept = partition.long_tail(labels, options.rho, numpy_generator(0, "long-tail"))
     parts = partition.dirichlet(labels[kept], 10, options.alpha, numpy_generator(0, "partition"))
