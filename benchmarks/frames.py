@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhpro.methods.base import Client, Net, NonNegative, Positive, Tensors
+from fedhpro.methods.base import Client, Net, NonNegative, Tensors
+from fedhpro.methods.fedhpro_plus import mixture
 from fedhpro.methods.fedhpro_variants import FedHProVariants
 from fedhpro.methods.fedrcl import FedRCL
 
@@ -28,36 +29,22 @@ class Frames(FedHProVariants):
     relaxed: NonNegative = 0.0  # weight of FedRCL's contrast and penalty
     hpal_weight: NonNegative = 1.0
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
-    mixed_contrast: bool = False  # FedRCL's terms too
-    mixed_power: Positive = 1.0
-    hpcl_weight: NonNegative = 1.0
 
     def prepare(self, client: Client) -> Tensors:
-        p = client.counts / client.counts.sum()
-        effective = torch.special.entr(p).sum().exp()
-        return super().prepare(client) | {"mixed": ((effective - 1) / (len(p) - 1)) ** self.mixed_power}
+        return super().prepare(client) | ({"mixed": mixture(client.counts)} if self.mixed else {})
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
-        if self.relaxed:
-            stages, z = net.stages_and_features(x)
-        else:
-            z = net.features(x)
+        stages, z = net.stages_and_features(x) if self.relaxed else ([], net.features(x))
         logits = (
             F.linear(z, F.normalize(context["S"].mean(1), dim=1)) if self.classifier == "anchors" else net.classify(z)
         )
         terms = {"ce": F.cross_entropy(logits, y)}
         if self.hpcl != "off":
-            terms["hpcl"] = self.hpcl_weight * self.contrast(z, y, context)
+            terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":
-            terms["hpal"] = self.hpal_weight * self.align(z, y, context)
-            if self.mixed:
-                terms["hpal"] = context["mixed"] * terms["hpal"]
+            terms["hpal"] = context.get("mixed", 1.0) * self.hpal_weight * self.align(z, y, context)
         if self.relaxed:
-            rcl = FedRCL()
-            contrasts, penalties = zip(*(rcl.contrast(stage, y) for stage in stages), strict=True)
-            terms["relaxed"] = self.relaxed * (torch.stack(contrasts).mean() + torch.stack(penalties).mean())
-            if self.mixed_contrast:
-                terms["relaxed"] = context["mixed"] * terms["relaxed"]
+            terms |= {name: self.relaxed * term for name, term in FedRCL().contrasts(stages, y).items()}
         return terms
 
     def aggregate(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,38 +114,43 @@ def heads_table(path: Path) -> str:
     return "\n".join(lines)
 
 
-def draw(paths: list[Path], target: Path, measure: str = "accuracy") -> None:
-    """Curves over the rounds, means of the seeds: of the accuracy, or of L_GM where the server matches gradients."""
+def draw(paths: list[Path], target: Path, label: str, plot: Callable[[Any, Runs], None]) -> None:
+    """Curves over the rounds, a panel for each file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     for axes, path in zip(figure.subplots(1, len(paths), squeeze=False)[0], paths, strict=True):
-        runs = read(path)
-        for name, colour in CURVES.items():
-            histories = [run["rounds"] for run in runs.get(name, {}).values()]
-            curves = {"": ("accuracy", "AVG", "-")}
-            if measure == "L_GM":
-                histories = [rounds for rounds in histories if "server" in rounds[0]]
-                curves = {", before matching": ("server", "L_GM_start", "--"), ", after it": ("server", "L_GM", "-")}
-                if "-M0" in name:
-                    curves = {"": ("server", "L_GM", "-")}
-            for suffix, (group, key, line) in curves.items() if histories else ():
-                rounds = [record["round"] for record in histories[0]]
-                values = [[record[group][key] for record in same] for same in zip(*histories, strict=True)]
-                means = [statistics.fmean(each) for each in values]
-                axes.plot(rounds, means, line, color=colour, label=name + suffix)
-                if measure == "accuracy":
-                    low, high = list(map(min, values)), list(map(max, values))
-                    axes.fill_between(rounds, low, high, color=colour, alpha=0.15, lw=0)
-        label = "test accuracy, mean of the domains, %" if measure == "accuracy" else "L_GM (Eq 8), mean of the classes"
+        plot(axes, read(path))
         axes.set(title=path.stem, xlabel="round", ylabel=label)
         axes.grid(alpha=0.3)
-        if measure == "L_GM":
-            axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-        axes.legend(
-            loc="lower right" if measure == "accuracy" else "upper left", fontsize=8, ncols=1 + (measure == "L_GM")
-        )
     figure.savefig(target, dpi=100)
+
+
+def over_rounds(seeds: dict[int, dict[str, Any]], group: str, key: str) -> tuple[list[int], list[list[float]]]:
+    """The evaluated rounds, and in each of them the values of all seeds."""
+    histories = [run["rounds"] for run in seeds.values()]
+    values = [[record[group][key] for record in same] for same in zip(*histories, strict=True)]
+    return [record["round"] for record in histories[0]], values
+
+
+def plot_accuracy(axes: Any, runs: Runs) -> None:
+    for name, colour in CURVES.items():
+        if name in runs:
+            rounds, values = over_rounds(runs[name], "accuracy", "AVG")
+            axes.plot(rounds, list(map(statistics.fmean, values)), color=colour, label=name)
+            axes.fill_between(rounds, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
+    axes.legend(loc="lower right", fontsize=8)
+
+
+def plot_matching(axes: Any, runs: Runs) -> None:
+    lines = {name: {"": ("L_GM", "-")} for name in CURVES if "-M0" in name}
+    lines = {"fedhpro": {", before matching": ("L_GM_start", "--"), ", after it": ("L_GM", "-")}} | lines
+    for name in [name for name in lines if name in runs]:
+        for suffix, (key, line) in lines[name].items():
+            rounds, values = over_rounds(runs[name], "server", key)
+            axes.plot(rounds, list(map(statistics.fmean, values)), line, color=CURVES[name], label=name + suffix)
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(loc="upper left", fontsize=8, ncols=2)
 
 
 def main() -> None:
@@ -159,9 +165,9 @@ def main() -> None:
         if options.against:
             print("\n" + differences(path, options.against))
     if options.figure:
-        draw(options.files, options.figure)
+        draw(options.files, options.figure, "test accuracy, mean of the domains, %", plot_accuracy)
     if options.matching:
-        draw(options.files, options.matching, "L_GM")
+        draw(options.files, options.matching, "L_GM (Eq 8), mean of the classes", plot_matching)
 
 
 if __name__ == "__main__":

@@ -124,17 +124,12 @@ def _digest(content: Mapping[str, Any]) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time writes to a folder. The lock goes with its process, however that ends; the file stays."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    _locks.add(descriptor)
-    try:
+    with _opened(folder / LOCK) as descriptor:
         _take(descriptor, folder)
         try:
             yield
         finally:
             os.ftruncate(descriptor, 0)
-    finally:
-        _locks.discard(descriptor)
-        os.close(descriptor)
 
 
 def _take(descriptor: int, folder: Path) -> None:
@@ -153,14 +148,20 @@ def _take(descriptor: int, folder: Path) -> None:
 @contextlib.contextmanager
 def in_turn(path: Path) -> Iterator[None]:
     """One process after the other: who comes while another is inside waits for it. The file stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    _locks.add(descriptor)
-    try:
+    with _opened(path) as descriptor:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The descriptor of a lock's file; a process that is forked meanwhile does not keep it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _locks.add(descriptor)
+    try:
+        yield descriptor
     finally:
         _locks.discard(descriptor)
         os.close(descriptor)

@@ -71,11 +71,13 @@ def mirror(dataset: Dataset, track: Track = silently) -> store.Stored | None:
     target = store.mirror_of(dataset.name)
     if (made := _mirrored(target, path)) is not None:
         return made
-    try:
-        with in_turn(target.with_name(f"{target.name}.lock")):  # of many runs that start together, one makes it
-            return _mirrored(target, path) or import_files(dataset, path, track, target)
-    except OSError as error:
-        raise DataError(f"cannot write {target}: {error.strerror or error}; FEDHPRO_CACHE names another") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(in_turn(target.with_name(f"{target.name}.lock")))  # of many that start, one makes it
+        except OSError as error:
+            raise DataError(f"cannot write {target}: {error.strerror or error}; FEDHPRO_CACHE names another") from None
+        return _mirrored(target, path) or import_files(dataset, path, track, target)
 
 
 def _mirrored(target: Path, path: Path) -> store.Stored | None:

@@ -39,7 +39,6 @@ class FedHProPlus(FedRCL):
 
     name = "fedhpro-plus"
 
-    # what remains without each of the three is measured in docs/plus.md
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
     contrasted: bool = True  # FedRCL's contrast and penalty
@@ -54,16 +53,16 @@ class FedHProPlus(FedRCL):
         anchors = frame(client.net.num_classes, client.net.dim).to(client.counts.device)
         return {
             "anchors": anchors,
+            "directions": F.normalize(anchors, dim=1),
             "strength": mixture(client.counts) if self.mixed else torch.ones_like(anchors[0, 0]),
         }
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.contrasted else ([], net.features(x))  # TextCNN has no stages
-        anchors = context["anchors"]
-        logits = F.linear(z, F.normalize(anchors, dim=1)) if self.classifier == "anchors" else net.classify(z)
+        logits = F.linear(z, context["directions"]) if self.classifier == "anchors" else net.classify(z)
         terms = {"ce": F.cross_entropy(logits, y)}
         if self.aligned:
-            terms["hpal"] = context["strength"] * eq.align(z, y, anchors)
+            terms["hpal"] = context["strength"] * eq.align(z, y, context["anchors"])
         return terms | (self.contrasts(stages, y) if self.contrasted else {})
 
     def aggregate(
