@@ -29,23 +29,31 @@ class Frames(FedHProVariants):
     relaxed: NonNegative = 0.0  # weight of FedRCL's contrast and penalty
     hpal_weight: NonNegative = 1.0
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
+    mixed_contrast: bool = False  # and so does FedRCL's contrast
+    gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
+    balanced: bool = False  # cross-entropy knows how frequent each class is among the client's samples
 
     def prepare(self, client: Client) -> Tensors:
-        return super().prepare(client) | ({"mixed": mixture(client.counts)} if self.mixed else {})
+        own, always = mixture(client.counts), torch.ones_like(client.counts[0], dtype=torch.float)
+        gate = (own > 0.5).float() if self.gated else always
+        return super().prepare(client) | {
+            "hpal": gate * (own if self.mixed else always),
+            "relaxed": gate * (own if self.mixed_contrast else always),
+            "prior": (client.counts / client.counts.sum()).log() if self.balanced else torch.zeros_like(client.counts),
+        }
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.relaxed else ([], net.features(x))
         logits = (
             F.linear(z, F.normalize(context["S"].mean(1), dim=1)) if self.classifier == "anchors" else net.classify(z)
         )
-        terms = {"ce": F.cross_entropy(logits, y)}
+        terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
         if self.hpcl != "off":
             terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":
-            terms["hpal"] = context.get("mixed", 1.0) * self.hpal_weight * self.align(z, y, context)
-        if self.relaxed:
-            terms |= {name: self.relaxed * term for name, term in FedRCL().contrasts(stages, y).items()}
-        return terms
+            terms["hpal"] = context["hpal"] * self.hpal_weight * self.align(z, y, context)
+        contrasts = FedRCL().contrasts(stages, y) if self.relaxed else {}
+        return terms | {name: context["relaxed"] * self.relaxed * term for name, term in contrasts.items()}
 
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator

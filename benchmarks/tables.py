@@ -3,6 +3,7 @@
     python benchmarks/tables.py results/office-caltech.jsonl results/digits.jsonl [--figure docs/results.png]
                                                                                   [--matching docs/matching.png]
     python benchmarks/tables.py results/*-confirm.jsonl --against fedhpro fedhpro-M0
+    python benchmarks/tables.py results/office-caltech.jsonl --rounds-to 40 50 60 --fairness
     python benchmarks/tables.py results/heads.jsonl
 
 Means and sample standard deviations over seeds, in per cent, of runs that reached their last round; last5 is the mean
@@ -22,6 +23,8 @@ from typing import Any
 
 from fedhpro.comparison import show
 from fedhpro.config import configure
+from fedhpro.data.catalog import CATALOG
+from fedhpro.evaluation import fairness, rounds_to_accuracy
 
 PAPER = {  # Table "Domain Skew" of its appendix, AVG
     "office-caltech": {
@@ -97,6 +100,33 @@ def differences(path: Path, others: list[str]) -> str:
     return "\n".join(lines)
 
 
+def rounds_to(path: Path, wanted: list[float]) -> str:
+    """The first evaluated round with each accuracy, mean over the seeds; in brackets how many of them reach it."""
+    lines = [f"| rounds to | {' | '.join(f'{each:g} %' for each in wanted)} |", "|---" + "|---:" * len(wanted) + "|"]
+    for name, seeds in read(path).items():
+        cells = []
+        for each in wanted:
+            found = [r for run in seeds.values() if (r := rounds_to_accuracy(run["rounds"], each))]
+            missing = f" ({len(found)} of {len(seeds)})" if len(found) < len(seeds) else ""
+            cells.append(f"{statistics.fmean(found):.0f}{missing}" if found else "never")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fairness_table(path: Path) -> str:
+    """Over the clients: the accuracy of the final global model on the test set of the client's own domain."""
+    lines = ["| method | worst 10 % | best 10 % | mean | standard deviation |", "|---|---:|---:|---:|---:|"]
+    for name, seeds in read(path).items():
+        found = []
+        for run in seeds.values():
+            scores = {domain.rstrip("*"): score for domain, score in run["rounds"][-1]["accuracy"].items()}
+            parts = CATALOG[run["keys"]["data"]].parts
+            found.append(fairness([scores[part.name] for part in parts for _ in range(part.clients)]))
+        cells = [spread([each[key] for each in found]) for key in ("worst10", "best10", "mean", "std")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def heads_table(path: Path) -> str:
     """Means over the seeds: a column for each data and method."""
     columns: dict[str, list[dict[str, float]]] = {}
@@ -157,6 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--against", nargs="+", default=[])
+    parser.add_argument("--rounds-to", nargs="+", type=float, default=[], help="per cent")
+    parser.add_argument("--fairness", action="store_true")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--matching", type=Path, help="a figure of L_GM")
     options = parser.parse_args()
@@ -164,6 +196,10 @@ def main() -> None:
         print(f"\n{path.stem}\n\n" + (heads_table(path) if path.stem == "heads" else table(path)))
         if options.against:
             print("\n" + differences(path, options.against))
+        if options.rounds_to:
+            print("\n" + rounds_to(path, options.rounds_to))
+        if options.fairness:
+            print("\n" + fairness_table(path))
     if options.figure:
         draw(options.files, options.figure, "test accuracy, mean of the domains, %", plot_accuracy)
     if options.matching:

@@ -32,6 +32,9 @@ tables, matrix = tool("tables"), tool("matrix")
         ("digits", "RESULTS"),
         ("office-caltech-confirm", "RESULTS"),
         ("digits-confirm", "RESULTS"),
+        ("office-caltech-modules", "RESULTS"),
+        ("office-caltech-global", "RESULTS"),
+        ("office-caltech-prototypes", "RESULTS"),
         ("digits-lite", "comparison"),
         ("precision", "gpu"),
     ],
@@ -41,6 +44,16 @@ def test_tables_show_what_was_measured(results, page):
     for name, seeds in tables.read(ROOT / "results" / f"{results}.jsonl").items():
         for measure in (tables.final, tables.last5):
             assert tables.spread([measure(run) for run in seeds.values()]) in written, (name, measure)
+
+
+@pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
+def test_rounds_and_fairness_show_what_was_measured(results, wanted):
+    written = (ROOT / "docs/RESULTS.md").read_text(encoding="utf-8")
+    path = ROOT / "results" / f"{results}.jsonl"
+    rows = [*tables.rounds_to(path, wanted).splitlines()[2:], *tables.fairness_table(path).splitlines()[2:]]
+    for row in rows:
+        name, cells = row[2:].split(" | ", 1)
+        assert name == "fedavg-lr0.1" or f"| {cells.removesuffix(' |')} |" in written, row
 
 
 def test_heads_show_what_was_measured():

@@ -32,26 +32,19 @@ class FedRCL(Method):
         return {"ce": F.cross_entropy(net.classify(z), y)} | self.contrasts(stages, y)
 
     def contrasts(self, stages: list[Tensor], y: Tensor) -> Tensors:
-        contrasts, penalties = zip(*(self.contrast(stage, y) for stage in stages), strict=True)
-        return {
-            "contrast": torch.stack(contrasts).mean(),
-            "penalty": self.beta * torch.stack(penalties).mean(),
-        }
-
-    def contrast(self, stage: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Supervised contrastive loss and divergence penalty of one depth, means over the batch."""
-        unit = F.normalize(stage, dim=1)
-        s = unit @ unit.T
+        """Supervised contrastive loss and divergence penalty, means over the depths and the batch."""
+        units = [F.normalize(stage, dim=1) for stage in stages]
+        s = torch.stack([unit @ unit.T for unit in units])  # [depths, n, n]
         same = y[:, None] == y
         others = same & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
 
-        positive = s.masked_fill(~same, torch.inf).amin(1)
-        negatives = s.masked_fill(same, -torch.inf).topk(min(2, len(y) - 1), dim=1).values  # -inf: no such sample
-        logits = torch.cat([positive[:, None], negatives], dim=1) / self.tau
-        contrast = F.cross_entropy(logits, torch.zeros_like(y))
+        positive = s.masked_fill(~same, torch.inf).amin(2)
+        negatives = s.masked_fill(same, -torch.inf).topk(min(2, len(y) - 1)).values  # -inf: no such sample
+        logits = torch.cat([positive[:, :, None], negatives], 2).flatten(0, 1) / self.tau
+        contrast = F.cross_entropy(logits, torch.zeros_like(y).repeat(len(s)))
 
-        closest = s.masked_fill(~others, torch.inf).amin(1)
+        closest = s.masked_fill(~others, torch.inf).amin(2)
         too_similar = (closest >= self.threshold) & closest.isfinite()
         closest = torch.where(too_similar, closest, -1.0)  # -1: as far as can be, a negligible term
         penalty = F.softplus((closest - 1) / self.tau).mean()  # the anchor itself, at similarity 1, is the positive
-        return contrast, penalty
+        return {"contrast": contrast, "penalty": self.beta * penalty}
