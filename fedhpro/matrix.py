@@ -16,7 +16,7 @@ from .config import Config, available_cores, configure
 from .errors import ConfigError, UserError
 from .runs import OF_NO_CONSEQUENCE, load_result, run_or_resume
 
-ON_A_GPU = 6  # processes that share one
+ON_A_GPU = 8  # processes that share one: as many as were measured to help (docs/gpu.md)
 # imported once for all runs, which takes more seconds than a small run has
 PRELOADED = [__name__, "fedhpro.use", "fedhpro.report.curves", "torch._dynamo", "torch.utils.flop_counter"]
 PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]

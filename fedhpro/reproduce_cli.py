@@ -18,7 +18,7 @@ out, err = Console(), Console(stderr=True)
 
 Seeds = Annotated[str | None, typer.Option(help="Comma-separated seeds. \\[default: the experiment's]")]
 Parallel = Annotated[
-    int | None, typer.Option(min=1, help="Runs at once. \\[default: one per core, 4 on a GPU; 6 there at most]")
+    int | None, typer.Option(min=1, help="Runs at once. \\[default: one per core, 4 on a GPU; 8 there at most]")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would run, how long and with how much memory.")]
 

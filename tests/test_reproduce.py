@@ -300,7 +300,7 @@ def test_missing_data_is_one_sentence_and_the_rest_goes_on(capsys, monkeypatch):
         (["reproduce", "table2", "--seeds", "0,x"], ["0,x"]),
         (["reproduce", "table2", "--quick", "seed=3"], ["seed", "--seeds"]),
         (["reproduce", "table2", "--quick", "ruonds=3"], ["ruonds", "rounds"]),
-        (["reproduce", "table2", "--quick", "--parallel", "7", "engine=cuda"], ["at most 6"]),
+        (["reproduce", "table2", "--quick", "--parallel", "9", "engine=cuda"], ["at most 8"]),
         (["sweep", "tau=0.1"], ["several values"]),
         (["sweep", "tua=0.1,0.2"], ["tua", "tau"]),
         (["sweep", "tau=0.1,0.2", "seed=1"], ["--seeds"]),
