@@ -16,6 +16,8 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # which ends the runs too
     context = multiprocessing.get_context("spawn")
     jobs, waiting = jobs_of(options.jobs), list[str]()
     started, running, taken = time.monotonic(), list[tuple[Any, str]](), set[str]()
