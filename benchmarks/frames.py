@@ -31,7 +31,6 @@ class Frames(FedHProVariants):
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
     mixed_contrast: bool = False  # and so does FedRCL's contrast
     gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
-    balanced: bool = False  # cross-entropy knows how frequent each class is among the client's samples
 
     def prepare(self, client: Client) -> Tensors:
         own, always = mixture(client.counts), torch.ones_like(client.counts[0], dtype=torch.float)
@@ -39,15 +38,12 @@ class Frames(FedHProVariants):
         return super().prepare(client) | {
             "hpal": gate * (own if self.mixed else always),
             "relaxed": gate * (own if self.mixed_contrast else always),
-            "prior": (client.counts / client.counts.sum()).log() if self.balanced else torch.zeros_like(client.counts),
         }
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.relaxed else ([], net.features(x))
-        logits = (
-            F.linear(z, F.normalize(context["S"].mean(1), dim=1)) if self.classifier == "anchors" else net.classify(z)
-        )
-        terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
+        directions, fixed = F.normalize(context["S"].mean(1), dim=1), self.classifier == "anchors"
+        terms = {"ce": F.cross_entropy(net.balanced(F.linear(z, directions)) if fixed else net.classify(z), y)}
         if self.hpcl != "off":
             terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":

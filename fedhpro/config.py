@@ -78,6 +78,9 @@ class Config(BaseModel):
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
     weight_decay: float = Field(1e-5, ge=0, description="weight decay")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of the clients, new in each round")
+    balanced: bool = Field(
+        False, description="for label skew: cross-entropy knows how frequent each class is at the client"
+    )
     # federation
     participation: Share = Field(1.0, description="share of the clients that take part in a round")
     min_clients: int = Field(1, ge=1, description="fewer valid uploads than this: nothing is aggregated in that round")

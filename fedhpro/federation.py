@@ -84,6 +84,7 @@ class Federation:
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
                 optimizer=config.optimizer,
+                balanced=config.balanced,
             ),
             build_transform(config, self.source),
             self.clients,
@@ -189,7 +190,7 @@ class Federation:
         fold, losses = self._fold(number, len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         watch.lap("send")
-        with torch.enable_grad():
+        with torch.enable_grad(), self.memories.written_beside(self.engine.writers):
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
                 watch.lap("train")
                 reason = answer.error

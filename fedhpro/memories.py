@@ -8,11 +8,14 @@ the present refers to it.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ class ClientMemories(Mapping[int, Tensors]):
         self.elsewhere = False  # the files are with the clients, on machines of their own
         self.generations: Generations = {}
         self.pinned: set[tuple[int, int]] = set()  # what checkpoints refer to
+        self._writing: Callable[[Path, Tensors], None] | None = None
 
     def __getitem__(self, k: int) -> Tensors:
         return self._load(k, self.generations[k])
@@ -74,8 +78,35 @@ class ClientMemories(Mapping[int, Tensors]):
         return path.read_text(encoding="utf-8")
 
     def store(self, k: int, round: int, tensors: Tensors) -> None:
-        save_tensors(self.path(k, round), tensors)
+        if self._writing is None:
+            save_tensors(self.path(k, round), tensors)
+        else:
+            self._writing(self.path(k, round), tensors)
         self.note(k, round)
+
+    @contextlib.contextmanager
+    def written_beside(self, threads: int) -> Iterator[None]:
+        """Inside, `store` leaves the writing to so many threads; on the way out all is on disk, or what failed is
+        raised. Few memories wait at a time, so that they do not fill main memory when the disk is slow.
+        """
+        if threads == 0:
+            yield
+            return
+        room, writes = threading.Semaphore(2 * threads), list[Future[str]]()
+        with ThreadPoolExecutor(threads) as pool:
+
+            def write(path: Path, tensors: Tensors) -> None:
+                room.acquire()
+                writes.append(pool.submit(save_tensors, path, tensors))
+                writes[-1].add_done_callback(lambda _: room.release())
+
+            self._writing = write
+            try:
+                yield
+            finally:
+                self._writing = None
+        for done in writes:
+            done.result()
 
     def note(self, k: int, round: int) -> None:
         """That a client's memory of that round is there now."""

@@ -40,6 +40,7 @@ class LocalSettings:
     momentum: float
     weight_decay: float
     optimizer: Literal["sgd", "adam"]
+    balanced: bool = False  # cross-entropy knows how frequent each class is at the client
 
     def lr_of(self, round: int) -> float:
         """The learning rate of a round, counted from 1."""
@@ -137,6 +138,8 @@ class LocalTrainer:
         self.transform, self.clients, self.tests, self.seed = transform, clients, tests, seed
         self.device, self.attack, self.privacy = device or torch.device("cpu"), attack, privacy
         self.benches = [Bench(self.place(net), method.frozen) for net in nets]
+        for bench in self.benches:
+            bench.net.prior = torch.zeros(bench.net.num_classes, device=self.device) if settings.balanced else None
         self.resident: dict[str, Split] = {}  # what stays on a GPU
 
     def place(self, net: Net) -> Net:
@@ -163,6 +166,8 @@ class LocalTrainer:
         net = bench.net
         rng = generator(self.seed, "client", round, k)
         client = self.client(bench, data, section(received, "extra"), memory, rng)
+        if net.prior is not None:  # -inf for a class that the client lacks, which softmax takes as 0
+            net.prior.copy_((client.counts / client.counts.sum()).log())
         net.dropout.generator = generator(self.seed, "dropout", round, k)
         rng = generator(self.seed, "batches", round, k)
         context, losses = self.train(client, bench, settings, settings.lr_of(round), rng)

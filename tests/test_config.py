@@ -124,9 +124,8 @@ def test_keys_win_over_a_preset(name):
 def test_preset_with_another_method_keeps_its_training_keys(name):
     config, plain = configure(preset=name, method="fedavg"), configure(preset=name).flat()
     own = method_keys(plain["method"])
-    theirs = {"balanced": False}  # FedAvg's own key, at its default
-    assert config.flat() == {key: plain[key] for key in plain if key not in own} | {"method": "fedavg"} | theirs
-    assert config.parameters == theirs
+    assert config.flat() == {key: plain[key] for key in plain if key not in own} | {"method": "fedavg"}
+    assert config.parameters == {}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -3,6 +3,8 @@
 import gc
 import json
 import shutil
+import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fedhpro.callbacks import Callback
 from fedhpro.config import configure
 from fedhpro.errors import ConfigError, RunError
 from fedhpro.federation import Federation
+from fedhpro.files import save_tensors
 from fedhpro.memories import ClientMemories, check_disk, most_files
 from fedhpro.runs import RunFolder
 
@@ -42,6 +45,50 @@ def test_a_mapping_that_is_read_from_disk(tmp_path):
     assert sorted(memories) == [0, 3] and 3 in memories and 1 not in memories and len(memories) == 2
     assert torch.equal(memories[3]["a"], torch.arange(4)) and memories[3]["b"].dtype == torch.bfloat16
     assert names(tmp_path / "memories") == ["client-0-round-1", "client-3-round-1"]
+
+
+def test_threads_write_beside_and_all_is_on_disk_on_the_way_out(tmp_path, monkeypatch):
+    together, most, turn = 0, 0, threading.Lock()
+
+    def slow(path, tensors):
+        nonlocal together, most
+        with turn:
+            together += 1
+            most = max(most, together)
+        time.sleep(0.01)
+        with turn:
+            together -= 1
+        return save_tensors(path, tensors)
+
+    monkeypatch.setattr("fedhpro.memories.save_tensors", slow)
+    memories = ClientMemories(tmp_path)
+    with memories.written_beside(3):
+        for k in range(20):
+            memories.store(k, 1, {"a": torch.full((2,), k)})
+    assert 1 < most <= 3 and all(torch.equal(memories[k]["a"], torch.full((2,), k)) for k in range(20))
+    with memories.written_beside(3):
+        memories.store(0, 2, {"a": torch.zeros(1)})
+    assert "client-0-round-1" not in names(tmp_path) and torch.equal(memories[0]["a"], torch.zeros(1))
+
+
+def test_a_write_that_fails_beside_is_raised(tmp_path, monkeypatch):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    memories = ClientMemories(tmp_path)
+    monkeypatch.setattr("fedhpro.memories.save_tensors", full)
+    with pytest.raises(OSError, match="No space left"), memories.written_beside(2):
+        for k in range(20):  # more than may wait: nobody waits for room that never comes
+            memories.store(k, 1, {"a": torch.ones(1)})
+    monkeypatch.undo()
+    memories.store(0, 2, {"a": torch.ones(1)})  # and the next is written as ever
+    assert names(tmp_path) == ["client-0-round-2"]
+
+
+def test_a_run_whose_memories_are_written_beside_is_the_same_run(tiny_source, tmp_path, whole, monkeypatch):
+    monkeypatch.setattr("fedhpro.engines.cpu.InProcess.writers", 2)
+    result = runs.run(configure(**MOON, out=str(tmp_path / "run")), source=tiny_source)
+    assert metrics(result) == whole
 
 
 def test_a_generation_goes_when_nothing_refers_to_it(tmp_path):

@@ -31,12 +31,14 @@ from .cpu import Answer, InProcess, Memories
 log = logging.getLogger("fedhpro")
 CAPTURING = threading.Lock()
 CHUNK = 128  # samples in a captured pass without gradients
+PACE = 16  # steps between two looks at how far a slot's stream is
 
 
 class Graphs(InProcess):
     """The engine. Uploads come in the order of the clients; their models stay on the GPU, where they are averaged."""
 
     AHEAD = 2  # clients that a slot may have queued before their uploads are taken
+    writers = 4
 
     def __init__(self, trainer: LocalTrainer, slots: int | None, compiled: bool = False) -> None:
         super().__init__(trainer)
@@ -142,6 +144,7 @@ class Slot(LocalTrainer):
         self.keep = torch.zeros(drawn, dropped, dtype=torch.bool, device=self.device)
         self.at = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.staged: list[tuple[Tensor, torch.cuda.Event]] = []  # schedules on their way
+        self.launched, self.marks = 0, [torch.cuda.Event(blocking=True) for _ in range(2)]
         self.rows = torch.zeros(CHUNK, dtype=torch.int64, device=self.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.seats = {id(bench.net): Seat(self, bench) for bench in self.benches}
@@ -149,7 +152,7 @@ class Slot(LocalTrainer):
 
     def start(self, round: int, k: int, sent: Tensors, memory: Tensors) -> tuple[Answer, torch.cuda.Event]:
         """Queue client k's round -> its answer, which is whole when the event has happened."""
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self.stream):
             try:
                 upload, memory = self.update(round, k, sent, memory)
@@ -175,6 +178,15 @@ class Slot(LocalTrainer):
         seat.begin(lr)
         context, steps = train(client, self.method, settings, rng, seat.take_step)
         return context, {name: total / steps for name, total in seat.totals.items()}
+
+    def pace(self) -> None:
+        """Let no more than some dozen steps wait: a launch into a full queue keeps a core busy until there is room."""
+        self.launched += 1
+        if self.launched % PACE == 0:
+            mark = self.marks.pop(0)
+            mark.synchronize()  # sleeping; it was recorded 2 x PACE steps ago
+            mark.record()
+            self.marks.append(mark)
 
     def owned(self, tensors: Tensors) -> Tensors:
         return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
@@ -256,6 +268,7 @@ class Seat:
             usual = size == self.slot.settings.batch_size
             self.graphs[size] = self.captured(lambda: self.step(size), f"steps of {self.slot.method.name}", usual)
         self.graphs[size]()
+        self.slot.pace()
 
     def step(self, size: int) -> None:
         slot, bench = self.slot, self.bench

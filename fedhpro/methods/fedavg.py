@@ -5,14 +5,10 @@ FedAvg is the base class with nothing changed: cross-entropy at the clients, a w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from .base import Client, Method, Net, Tensors
+from .base import Method
 
 
 @dataclass(frozen=True)
@@ -21,15 +17,6 @@ class FedAvg(Method):
 
     name = "fedavg"
     exchanges: ClassVar[tuple[str, ...]] = ("model", "classifier")
-
-    balanced: bool = False  # for label skew: cross-entropy knows how frequent each class is at the client
-
-    def prepare(self, client: Client) -> Tensors:
-        prior = (client.counts / client.counts.sum()).log()  # -inf for a class that it lacks, which softmax takes as 0
-        return super().prepare(client) | ({"prior": prior} if self.balanced else {})
-
-    def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
-        return {"ce": F.cross_entropy(net(x) + context["prior"] if self.balanced else net(x), y)}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class FedHProPlus(FedRCL):
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.contrasted else ([], net.features(x))  # TextCNN has no stages
-        logits = F.linear(z, context["directions"]) if self.classifier == "anchors" else net.classify(z)
+        fixed = self.classifier == "anchors"
+        logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
         terms = {"ce": F.cross_entropy(logits, y)}
         if self.aligned:
             terms["hpal"] = context["strength"] * eq.align(z, y, context["anchors"])

@@ -89,6 +89,7 @@ class Net(nn.Module):
     """A split model: `features` is f, `classify` is h. A family only has to say what its `trunk` computes."""
 
     precision: torch.dtype | None = None  # where given, the trunk computes in it; its features are float32 all the same
+    prior: Tensor | None = None  # where losses are balanced: logarithms of the class frequencies of who trains it [C]
 
     def __init__(self, spec: Spec, natural: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -135,7 +136,11 @@ class Net(nn.Module):
 
     def classify(self, z: Tensor) -> Tensor:
         """Logits [n, num_classes] of feature vectors."""
-        return self.classifier(self.dropout(z))
+        return self.balanced(self.classifier(self.dropout(z)))
+
+    def balanced(self, logits: Tensor) -> Tensor:
+        """In training, where losses are balanced: the logits of this client's samples, for the model's own logits."""
+        return logits + self.prior if self.training and self.prior is not None else logits
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classify(self.features(x))
