@@ -116,7 +116,7 @@ def test_the_papers_numbers_are_there_and_hang_together(name):
         numbers = dict(zip(((s.name, c) for s, c in experiment.columns()), row.paper, strict=True))
         for setting in experiment.settings:
             own = [numbers[setting.name, c] for c in setting.columns if c in (*reproduce.DOMAINS, "mnist", "syn")]
-            if own:  # AVG is the mean of the domains, up to the paper's rounding
+            if any(number is not None for number in own):  # AVG is the mean of the domains, up to the paper's rounding
                 assert numbers[setting.name, "AVG"] == pytest.approx(sum(own) / 4, abs=0.011), (row.name, setting.name)
 
 

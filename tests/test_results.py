@@ -35,6 +35,7 @@ tables, matrix = tool("tables"), tool("matrix")
         ("office-caltech-modules", "RESULTS"),
         ("office-caltech-global", "RESULTS"),
         ("office-caltech-prototypes", "RESULTS"),
+        ("office-caltech-hp", "RESULTS"),
         ("digits-lite-hp", "RESULTS"),
         ("digits-lite", "comparison"),
         ("precision", "gpu"),
