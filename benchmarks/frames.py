@@ -26,6 +26,7 @@ class Frames(FedHProVariants):
     name = "frames"
 
     classifier: Literal["trained", "anchors"] = "trained"  # "anchors": h* is the unit vectors H, and nobody trains it
+    scale: NonNegative = 0.0  # of the cosines to the anchors, which are then the logits; 0: the length of z counts too
     relaxed: NonNegative = 0.0  # weight of FedRCL's contrast and penalty
     hpal_weight: NonNegative = 1.0
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
@@ -43,7 +44,8 @@ class Frames(FedHProVariants):
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.relaxed else ([], net.features(x))
         directions, fixed = F.normalize(context["S"].mean(1), dim=1), self.classifier == "anchors"
-        terms = {"ce": F.cross_entropy(net.balanced(F.linear(z, directions)) if fixed else net.classify(z), y)}
+        seen = self.scale * F.normalize(z, dim=1) if self.scale else z
+        terms = {"ce": F.cross_entropy(net.balanced(F.linear(seen, directions)) if fixed else net.classify(z), y)}
         if self.hpcl != "off":
             terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":

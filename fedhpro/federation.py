@@ -190,7 +190,8 @@ class Federation:
         fold, losses = self._fold(number, len(chosen)), wire.Mean()
         refused, bytes_up = list[Record](), 0
         watch.lap("send")
-        with torch.enable_grad(), self.memories.written_beside(self.engine.writers):
+        writers = getattr(self.engine, "writers", 0)
+        with torch.enable_grad(), self.memories.written_beside(writers):
             for done, answer in enumerate(self.engine.train(number, chosen, sent, self.memories), start=1):
                 watch.lap("train")
                 reason = answer.error

@@ -287,8 +287,6 @@ def answers(federation: Federation, transport: Transport, round: int, clients: S
 class Rehearsed:
     """The steps among clients of this machine: the numbers of a federation, without its secrets."""
 
-    writers = 0
-
     def __init__(self, engine: Engine, federation: Federation) -> None:
         self.engine, self.federation = engine, federation
 

@@ -58,7 +58,6 @@ Record = dict[str, Any]
 
 class Engine(Protocol):
     restarted: list[Record]  # workers that ended unexpectedly and were replaced, until somebody takes note
-    writers: int  # threads that may write memories while clients train; none where an answer's tensors do not last
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]: ...
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]: ...
@@ -66,8 +65,6 @@ class Engine(Protocol):
 
 
 class InProcess:
-    writers = 0
-
     def __init__(self, trainer: LocalTrainer) -> None:
         self.trainer = trainer
         self.restarted: list[Record] = []
@@ -96,7 +93,6 @@ class WorkerPool:
     replaced and its client repeated, from the same tensors and so to the same bits.
     """
 
-    writers = 0
     SLOTS = 2
     ATTEMPTS = 3  # a client whose work ended so many workers is given up for this round
 

@@ -38,7 +38,7 @@ class Graphs(InProcess):
     """The engine. Uploads come in the order of the clients; their models stay on the GPU, where they are averaged."""
 
     AHEAD = 2  # clients that a slot may have queued before their uploads are taken
-    writers = 4
+    writers = 4  # threads for memories, while clients train; other engines use an answer's tensors again, and have none
 
     def __init__(self, trainer: LocalTrainer, slots: int | None, compiled: bool = False) -> None:
         super().__init__(trainer)

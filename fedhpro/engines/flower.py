@@ -140,8 +140,6 @@ class Registered:
 
 
 class FlowerEngine:
-    writers = 0
-
     def __init__(self, federation: Federation, grid: Grid | Registered) -> None:
         self.federation, self.config = federation, federation.config
         self.registered = grid.clients if isinstance(grid, Registered) else None

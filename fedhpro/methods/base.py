@@ -1,7 +1,6 @@
 """The hooks of a method, in the order in which a round calls them. Their defaults are FedAvg.
 
-A method is a frozen dataclass whose fields are its hyper-parameters. It sees named tensors only: no engine, no disk, no
-device. The weighted mean of the models (Eq 1) is the federation's, the same for all methods.
+A method is a frozen dataclass of hyper-parameters that sees named tensors only. The federation averages models (Eq 1).
 """
 
 from __future__ import annotations
