@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhpro.models import MODELS, Dropout, Net, build
+from fedhpro.data.batches import WINDOW, trimmed
+from fedhpro.models import MODELS, Dropout, Net, build, textcnn
 from fedhpro.models.cnn import halve
 
 IMAGE_MODELS = [name for name in MODELS if name != "textcnn"]
@@ -124,6 +125,23 @@ def test_the_max_pool_of_the_cnn_is_that_of_torch(side: int) -> None:
     expected.backward(start[:, :, : side // 2, : side // 2])
     assert torch.equal(pooled, expected)
     assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("lengths", [(3, 7, 1), (20, 4, 9), (0, 2, 2), (0, 0, 0), (17, 16, 15)])
+def test_padding_that_no_word_is_near_changes_nothing(lengths: tuple[int, ...]) -> None:
+    assert max(textcnn.KERNELS) <= WINDOW
+    net, whole = small("textcnn"), torch.zeros(3, 20, dtype=torch.int64)
+    for row, length in zip(whole, lengths, strict=True):
+        row[:length] = torch.randint(1, 50, (length,))
+    found = []
+    for x in (trimmed(whole), whole):
+        net.zero_grad()
+        z = net.features(x)
+        (z * torch.linspace(-1, 1, net.dim)).sum().backward()
+        found.append([z, *(p.grad for p in net.parameters() if p.grad is not None)])
+    assert trimmed(whole).shape[1] == min(20, max(lengths) + 5) and len(found[0]) == 8
+    for short, long in zip(*found, strict=True):
+        torch.testing.assert_close(short, long)
 
 
 def test_textcnn_has_no_stages() -> None:

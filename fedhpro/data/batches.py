@@ -13,10 +13,12 @@ from torch import Tensor
 
 from .autoaugment import PolicyName, autoaugment
 
+WINDOW = 5  # tokens that a filter sees at most
+
 
 @dataclass(frozen=True)
 class Transform:
-    """uint8 images to normalised floats; anything else (token ids) passes through."""
+    """uint8 images to normalised floats; texts (token ids) without needless padding; anything else as it is."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -27,7 +29,8 @@ class Transform:
 
     def plain(self, x: Tensor) -> Tensor:
         if x.dtype != torch.uint8:
-            return x
+            tokens = x.dtype == torch.int64 and x.dim() == 2
+            return trimmed(x) if tokens and not x.is_cuda else x  # a captured step has one shape
         offset, scale = self.normalisation(x)
         pixels = x.float()
         return torch.addcmul(offset, pixels, scale, out=pixels)
@@ -89,6 +92,15 @@ class Transform:
         line = plane[:, :, None] * height + i.clamp(0, height - 1)[:, None]
         pixel = line[:, :, :, None] * width + j.clamp(0, width - 1)[:, None, None]
         return self.plain(torch.where(inside, x.flatten()[pixel], 0))
+
+
+def trimmed(x: Tensor) -> Tensor:
+    """Token ids without the columns in which all texts of the batch are over, but for as many as a filter sees at once:
+    a window of padding alone has its say in a maximum over time, as it has with more of them.
+    """
+    words = (x != 0).any(0).nonzero()
+    longest = int(words[-1]) + 1 if len(words) else 0
+    return x[:, : longest + WINDOW]
 
 
 @functools.cache  # on a GPU, a copy of constants in every step would wait for it

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .base import Net, Spec
 
-KERNELS, FILTERS = (3, 4, 5), 100
+KERNELS, FILTERS = (3, 4, 5), 100  # at most data/batches.py's WINDOW
 
 
 class TextCNN(Net):
