@@ -53,7 +53,8 @@ def reasons(record):
 
 
 def test_a_run_whose_server_is_killed_twice_ends_as_if_nothing_had_been(federation, tmp_path, processes, capsys):
-    loopback = federation(2, "method=moon", "rounds=3", "join_deadline=300")
+    # a round waits for both: for its server, a node that was shut out is gone until its next heartbeat
+    loopback = federation(2, "method=moon", "rounds=3", "join_deadline=300", "min_clients=2")
     deployment = loopback.deployment
     data = {node.partition: f"folder:{tmp_path / f'images-{node.partition}'}" for node in deployment.nodes}
     logs = [loopback.start_node(node, DATA=data[node.partition]) for node in deployment.nodes]
