@@ -42,7 +42,7 @@ class ClientMemories(Mapping[int, Tensors]):
         self.elsewhere = False  # the files are with the clients, on machines of their own
         self.generations: Generations = {}
         self.pinned: set[tuple[int, int]] = set()  # what checkpoints refer to
-        self._writing: Callable[[Path, Tensors], None] | None = None
+        self._write: Callable[[Path, Tensors], object] = save_tensors
 
     def __getitem__(self, k: int) -> Tensors:
         return self._load(k, self.generations[k])
@@ -78,10 +78,7 @@ class ClientMemories(Mapping[int, Tensors]):
         return path.read_text(encoding="utf-8")
 
     def store(self, k: int, round: int, tensors: Tensors) -> None:
-        if self._writing is None:
-            save_tensors(self.path(k, round), tensors)
-        else:
-            self._writing(self.path(k, round), tensors)
+        self._write(self.path(k, round), tensors)
         self.note(k, round)
 
     @contextlib.contextmanager
@@ -100,11 +97,11 @@ class ClientMemories(Mapping[int, Tensors]):
                 writes.append(pool.submit(save_tensors, path, tensors))
                 writes[-1].add_done_callback(lambda _: room.release())
 
-            self._writing = write
+            before, self._write = self._write, write
             try:
                 yield
             finally:
-                self._writing = None
+                self._write = before
         for done in writes:
             done.result()
 
