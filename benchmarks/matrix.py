@@ -22,12 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedhpro.matrix import MPS_PERCENT, gpu_share
 from fedhpro.runs import RunFolder
 
 
-def one(name: str, keys: dict[str, Any], out: Path) -> None:
+def one(name: str, keys: dict[str, Any], out: Path, share: tuple[int, int] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
+    if share and keys.get("engine") == "cuda":
+        os.environ[MPS_PERCENT] = str(share[0])
+        keys = {"workers": share[1]} | keys
     import torch
 
     torch.set_num_threads(1)
@@ -91,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # which ends the runs too
-    context = multiprocessing.get_context("spawn")
+    context, share = multiprocessing.get_context("spawn"), gpu_share(options.parallel)
     jobs, waiting = jobs_of(options.jobs), list[str]()
     started, running, taken = time.monotonic(), list[tuple[Any, str]](), set[str]()
     while time.monotonic() - started < options.seconds:
@@ -103,7 +107,7 @@ def main() -> None:
             break
         if waiting and len(running) < options.parallel:
             name = waiting[0]
-            process = context.Process(target=one, args=(name, jobs[name], options.out), daemon=True)
+            process = context.Process(target=one, args=(name, jobs[name], options.out, share), daemon=True)
             process.start()
             taken.add(name)
             running.append((process, name))

@@ -20,6 +20,7 @@ ON_A_GPU = 8  # processes that share one: as many as were measured to help (docs
 # imported once for all runs, which takes more seconds than a small run has
 PRELOADED = [__name__, "fedhpro.use", "fedhpro.report.curves", "torch._dynamo", "torch.utils.flop_counter"]
 PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]
+MPS_PERCENT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 Say = Callable[[Config, str], None]  # "finished", "interrupted", or a sentence that says what was wrong
 
 
@@ -51,6 +52,18 @@ def how_many(engine: str, wanted: int | None) -> int:
     return wanted or (4 if engine == "cuda" else available_cores())
 
 
+def gpu_share(runs: int) -> tuple[int, int] | None:
+    """Of several runs that share a GPU through MPS: the per cent of it that each may use, and its slots. None: all.
+
+    Convolutions are timed on what a process may use. On a small part the fastest is the one with the least work; on
+    the whole it is the one that spreads best, which is of no use when others want the rest (docs/gpu.md has numbers).
+    """
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if runs < 4 or MPS_PERCENT in os.environ or not Path(pipes, "control").exists():
+        return None
+    return min(100, 144 // runs), max(2, 16 // runs)
+
+
 def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
     """Run what is not done, each run in a process of its own with one torch thread; `say` hears how each ended.
 
@@ -71,13 +84,17 @@ def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
         say(config, status)
 
     waiting = [config for config in configs if not is_done(config)][::-1]
+    share = gpu_share(min(parallel, len(waiting)))
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
                 config = waiting.pop()
-                config = config.model_copy(update={"workers": 0}) if config.engine == "cpu" else config
+                if config.engine == "cpu":
+                    config = config.model_copy(update={"workers": 0})
+                elif config.engine == "cuda" and share and config.workers is None:
+                    config = config.model_copy(update={"workers": share[1]})
                 answer, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_in_process, args=(config, theirs))  # type: ignore[attr-defined]
+                process = context.Process(target=_in_process, args=(config, theirs, share))  # type: ignore[attr-defined]
                 process.start()
                 theirs.close()
                 running[process.sentinel] = (process, config, answer)
@@ -92,7 +109,7 @@ def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
         return False
 
 
-def _in_process(config: Config, answer: Connection) -> None:
+def _in_process(config: Config, answer: Connection, share: tuple[int, int] | None = None) -> None:
     import torch
 
     signal.signal(
@@ -101,6 +118,8 @@ def _in_process(config: Config, answer: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
+    if share:
+        os.environ[MPS_PERCENT] = str(share[0])  # read when CUDA starts
     answer.send(_outcome(config))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,6 +278,25 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     assert matrix.run_all(configs, 2, lambda config, status: heard.update({config.out: status}))
     assert heard[configs[1].out] == "finished" and "need" in heard[configs[0].out]
     assert matrix.is_done(configs[1]) and not matrix.is_done(configs[0])
+
+
+def test_runs_on_a_gpu_take_parts_of_it_where_mps_lets_them(tmp_path, monkeypatch):
+    monkeypatch.delenv(matrix.MPS_PERCENT, raising=False)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert matrix.gpu_share(8) is None  # no MPS here: runs take turns, each with all of the GPU
+    (tmp_path / "control").touch()
+    assert matrix.gpu_share(8) == (18, 2) and matrix.gpu_share(4) == (36, 4) and matrix.gpu_share(3) is None
+    monkeypatch.setenv(matrix.MPS_PERCENT, "50")
+    assert matrix.gpu_share(8) is None  # whoever starts it has said it
+
+
+def test_a_run_is_told_its_part_of_the_gpu_before_it_starts(monkeypatch):
+    seen = []
+    monkeypatch.setattr(matrix, "_outcome", lambda config: os.environ[matrix.MPS_PERCENT])
+    monkeypatch.setenv(matrix.MPS_PERCENT, "100")  # so that it is put back
+    monkeypatch.setattr(matrix.signal, "signal", lambda *_: None)
+    matrix._in_process(configure(), SimpleNamespace(send=seen.append), (18, 2))
+    assert seen == ["18"]
 
 
 def test_missing_data_is_one_sentence_and_the_rest_goes_on(capsys, monkeypatch):
