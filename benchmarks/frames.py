@@ -32,36 +32,20 @@ class Frames(FedHProVariants):
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
     mixed_contrast: bool = False  # and so does FedRCL's contrast
     gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
-    agreed: NonNegative = 0.0  # all clients weigh HPAL and contrast by so much times the smallest mixture, 1 at most;
-    # what is missing to 1 goes into balance. 0: they do not
 
     def prepare(self, client: Client) -> Tensors:
         own, always = mixture(client.counts), torch.ones_like(client.counts[0], dtype=torch.float)
         gate = (own > 0.5).float() if self.gated else always
-        if self.agreed:
-            gate = (self.agreed * client.received["least"]).clamp(max=1.0)
-        shares = client.counts / client.counts.sum()
         return super().prepare(client) | {
             "hpal": gate * (own if self.mixed else always),
             "relaxed": gate * (own if self.mixed_contrast else always),
-            "prior": (gate / len(shares) + (1 - gate) * shares).log() if self.agreed else torch.zeros_like(shares),
         }
-
-    def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
-        return super().server_state(net, rng) | ({"least": torch.ones(())} if self.agreed else {})
-
-    def broadcast(self, state: Tensors) -> Tensors:
-        return super().broadcast(state) | ({"least": state["least"]} if self.agreed else {})
-
-    def report(self, client: Client, context: Tensors) -> Tensors:
-        return super().report(client, context) | ({"mixture": mixture(client.counts)} if self.agreed else {})
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.relaxed else ([], net.features(x))
         directions, fixed = F.normalize(context["S"].mean(1), dim=1), self.classifier == "anchors"
         seen = self.scale * F.normalize(z, dim=1) if self.scale else z
-        logits = net.balanced(F.linear(seen, directions)) if fixed else net.classify(z)
-        terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
+        terms = {"ce": F.cross_entropy(net.balanced(F.linear(seen, directions)) if fixed else net.classify(z), y)}
         if self.hpcl != "off":
             terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":
@@ -72,9 +56,7 @@ class Frames(FedHProVariants):
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        least = {"least": torch.minimum(state["least"], reports.pop("mixture").min())} if self.agreed else {}
         state, override = super().aggregate(state, model, reports, rng)
-        state |= least
         if self.classifier == "anchors":
             W = F.normalize(state["S"].mean(1), dim=1)
             override = override | {"classifier.weight": W, "classifier.bias": torch.zeros(len(W))}

@@ -202,6 +202,8 @@ def configure(**keys: Any) -> Config:
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{closest(str(method), METHODS)}")
     own = method_keys(method)
+    if keys.get("model") == "textcnn" and "contrasted" in own:  # it has no depths to contrast
+        keys = {"contrasted": False} | keys
     known = [name for name in Config.model_fields if name != "parameters"]
     for name in keys:
         if name not in known and name not in own:

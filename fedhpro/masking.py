@@ -199,8 +199,8 @@ def nothing(members: Iterable[int], lost: dict[int, str], reason: str) -> Outcom
 
 
 class Layout:
-    """The numbers of an upload in one row, weighted so that their sums are means: samples times model and losses, the
-    reports of the classes that a client holds, and who holds which. Counts of samples by class stay at home.
+    """The numbers of an upload in one row, weighted so that their sums are means: samples times model, losses and
+    single numbers, reports of the classes that a client holds, and who holds which. Counts by class stay at home.
     """
 
     def __init__(self, upload: Tensors, by_samples: bool) -> None:
@@ -215,7 +215,8 @@ class Layout:
         parts = [samples.reshape(1), held]
         for name in self.like:
             value = upload[name].double()
-            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if name.startswith("report/") else self._weight(samples)
+            by_class = name.startswith("report/") and value.dim() > 0
+            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if by_class else self._weight(samples)
             parts.append((weight * value).reshape(-1))
         return torch.cat(parts)
 
@@ -229,7 +230,7 @@ class Layout:
         for name, shape in self.like.items():
             value = total[start : start + shape.numel()].reshape(shape)
             start += shape.numel()
-            if name.startswith("report/"):
+            if name.startswith("report/") and shape:
                 value = value / held.clamp_min(1).reshape(-1, *[1] * (value.dim() - 1))
             else:
                 value = value / (samples if self.by_samples else members)
@@ -378,7 +379,8 @@ def check(federation: Federation) -> None:
     for name, value in federation.upload.items():
         by_class = value.dim() > 0 and "report/counts" in federation.upload
         by_class = by_class and len(value) == len(federation.upload["report/counts"])
-        if name.startswith("report/") and not (by_class and (value.is_floating_point() or name == "report/counts")):
+        mean = (by_class or value.dim() == 0) and value.is_floating_point()  # a single number: over the samples
+        if name.startswith("report/") and not (mean or (by_class and name == "report/counts")):
             raise ConfigError(f"secure=true: method={c.method} reports {name[7:]}, which is no mean over its classes")
     try:
         import cryptography  # noqa: F401

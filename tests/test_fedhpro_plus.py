@@ -9,8 +9,13 @@ from test_fedhpro import run, terms_of
 
 from fedhpro.config import configure
 from fedhpro.errors import ConfigError
+from fedhpro.methods import fedhpro_plus
 from fedhpro.methods.fedhpro_plus import FedHProPlus, frame, mixture
 from fedhpro.methods.fedrcl import FedRCL
+
+
+def counts(client):
+    return torch.bincount(client.train.to(torch.device("cpu")).y, minlength=4)
 
 
 @pytest.mark.parametrize("classes, dim", [(10, 512), (7, 512), (3, 3), (4, 9), (397, 512)])
@@ -48,12 +53,34 @@ def test_loss_by_hand():
     assert set(terms) == {"ce", "hpal", "contrast", "penalty"}
 
 
-def test_mixed_weighs_the_alignment_of_a_client_by_its_labels():
-    plain, _, y, _ = terms_of(FedHProPlus(), {})
-    mixed, _, _, context = terms_of(FedHProPlus(mixed=True), {})
-    expected = mixture(torch.bincount(y, minlength=len(context["anchors"])))
-    assert 0 < expected < 1 and context["strength"] == expected
-    assert mixed.pop("hpal") == expected * plain.pop("hpal") and mixed == plain
+@pytest.mark.parametrize("pro, wanted", [(1.0, True), (0.9, True), (0.89, False), (0.0, False)])
+def test_all_align_and_contrast_or_none_does_and_cross_entropy_is_balanced(pro, wanted):
+    alone = terms_of(FedHProPlus(), {})[0]
+    terms, z, y, context = terms_of(FedHProPlus(agreed=True), {"votes": torch.tensor([1000 * pro, 1000])})
+    if wanted:
+        assert terms == alone
+        return
+    assert not any(terms[name] for name in ("hpal", "contrast", "penalty"))
+    counts = torch.bincount(y, minlength=len(context["anchors"])).tolist()
+    ce = 0.0
+    for logits, label in zip(
+        (z.detach().double() @ context["directions"].double().T).tolist(), y.tolist(), strict=True
+    ):
+        held = [n * math.exp(logit) for n, logit in zip(counts, logits, strict=True)]  # softmax of logit + log(n / N)
+        ce += (math.log(sum(held)) - math.log(held[label])) / len(y)
+    assert terms["ce"].item() == pytest.approx(ce, rel=1e-5) and terms["ce"] != alone["ce"]
+
+
+def test_clients_vote_with_their_samples_in_all_rounds_so_far():
+    method, model = FedHProPlus(classifier="trained", agreed=True), {}
+    state = {"votes": torch.zeros(2)}
+    assert method.broadcast(state)["pro"] == 0  # nobody has voted yet
+    reports = {"vote": torch.tensor([1.0, 0.0]), "samples": torch.tensor([30, 10])}
+    state, _ = method.aggregate(state, model, reports, torch.Generator())
+    assert method.broadcast(state)["pro"] == 0.75
+    reports = {"vote": torch.tensor([1.0, 1e9]), "samples": torch.tensor([100, 60])}  # nobody has more than one vote
+    state, _ = method.aggregate(state, model, reports, torch.Generator())
+    assert method.broadcast(state)["pro"] == pytest.approx(190 / 200)
 
 
 def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_source):
@@ -64,6 +91,29 @@ def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_so
     assert not federation.method.broadcast(federation.state)
     _, _, trained = run(tiny_source, method="fedhpro-plus", classifier="trained")
     assert trained.model["classifier.bias"].any()
+
+
+def test_votes_are_counted_in_a_federation(tiny_source):
+    _, _, federation = run(tiny_source, method="fedhpro-plus", agreed=True)
+    votes = [len(client.train) * (mixture(counts(client)) >= 0.5) for client in federation.trainer.clients]
+    assert federation.state["votes"].tolist() == [sum(votes) * 2, sum(federation.sizes) * 2]  # in two rounds
+
+
+@pytest.mark.parametrize("classifier", ["anchors", "trained"])
+def test_a_vote_against_leaves_balanced_cross_entropy_and_one_for_it_changes_nothing(
+    tiny_source, monkeypatch, classifier
+):
+    keys = {"method": "fedhpro-plus", "classifier": classifier}
+    monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)  # more than all
+    against = run(tiny_source, agreed=True, **keys)[2].model
+    bare = run(tiny_source, balanced=True, aligned=False, contrasted=False, **keys)[2].model
+    both = run(tiny_source, agreed=True, balanced=True, **keys)[2].model  # balanced once, not twice
+    monkeypatch.setattr(fedhpro_plus, "MAJORITY", 0.0)
+    pro, silent = (run(tiny_source, agreed=agreed, **keys)[2].model for agreed in (True, False))
+    for name, value in bare.items():
+        assert torch.equal(against[name], value) and torch.equal(both[name], value)
+        assert torch.equal(pro[name], silent[name])
+    assert any(not torch.equal(against[name], silent[name]) for name in bare)
 
 
 @pytest.mark.parametrize("host, without", [("fedrcl", {}), ("fedavg", {"contrasted": False})])
@@ -83,3 +133,9 @@ def test_preset_plus_has_the_training_of_preset_paper():
 def test_more_classes_than_features_are_refused(tiny_source):
     with pytest.raises(ConfigError, match=r"^fedhpro-plus: 4 classes have no 3 features to share out$"):
         run(tiny_source, **(TINY | {"method": "fedhpro-plus", "dim": 3}))
+
+
+def test_texts_have_no_depths_to_contrast():
+    assert not configure(method="fedhpro-plus", data="docs-lite").build_method().contrasted
+    assert configure(method="fedhpro-plus").build_method().contrasted
+    assert configure(method="fedhpro-plus", data="docs-lite", contrasted=True).build_method().contrasted

@@ -221,6 +221,14 @@ def test_every_method_that_needs_means_gets_the_model_of_a_run_without_masks(tin
     assert masked[0][0]["refused"] == []
 
 
+def test_a_vote_is_a_mean_over_the_samples():
+    upload = {"model/w": torch.ones(2), "report/vote": torch.ones(()), "samples": torch.tensor(30)}
+    layout = masking.Layout(upload, by_samples=True)
+    against = upload | {"report/vote": torch.zeros(()), "samples": torch.tensor(10)}
+    found = layout.means(layout.row(upload) + layout.row(against), 2)
+    assert found["report/vote"] == 0.75 and found["samples"] == 40 and found["model/w"].tolist() == [1, 1]
+
+
 def test_equal_weights_and_other_protocols(tiny_source):
     for keys in ({"weights": "equal"}, {"exchange": "classifier"}, {"method": "fedproto", "exchange": "prototypes"}):
         plain, masked = (federated(tiny_source, 1, secure=secure, **keys) for secure in (False, True))

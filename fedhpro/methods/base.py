@@ -27,6 +27,7 @@ class Net(Protocol):
     dim: int
     num_classes: int
     classifier: torch.nn.Linear
+    prior: Tensor | None  # where losses are balanced (`balanced`)
 
     def features(self, x: Tensor) -> Tensor: ...  # z, before dropout
     def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]: ...  # pooled at five depths, and z
@@ -48,7 +49,6 @@ class Client(Protocol):
     @property
     def net(self) -> Net:
         """The received model before training, the trained one after it."""
-        ...
 
     def features(self, limit: int | None = None, augment: bool = False) -> tuple[Tensor, Tensor]:
         """z and y in eval mode, without gradients; with a limit, at most so many random samples of each class."""

@@ -1,8 +1,8 @@
 """FedHPro plus: what our measurements left of FedHPro, and FedRCL's contrast beside it. In no paper: docs/plus.md.
 
 Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
-the classifier as well, which nobody trains, and batches are contrasted at five depths. Everybody can compute the
-anchors: the model travels and nothing else.
+the classifier as well, which nobody trains, and batches are contrasted at five depths. Where clients lack classes
+alignment does harm, so they can vote on it. Everybody can compute the anchors: the model travels and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from .. import equations as eq
 from ..errors import ConfigError
 from .base import Client, Net, Tensors
 from .fedrcl import FedRCL
+
+MAJORITY = 0.9  # of the samples: few clients that lack most classes do harm already
 
 
 def frame(classes: int, dim: int) -> Tensor:
@@ -42,33 +44,50 @@ class FedHProPlus(FedRCL):
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
     contrasted: bool = True  # FedRCL's contrast and penalty
-    mixed: bool = False  # for label skew: a client aligns as strongly as its labels are mixed
+    agreed: bool = False  # clients vote: all align and contrast, or none does and their cross-entropy is balanced
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         if net.num_classes > net.dim:
             raise ConfigError(f"fedhpro-plus: {net.num_classes} classes have no {net.dim} features to share out")
-        return {}
+        return {"votes": torch.zeros(2)} if self.agreed else {}  # samples of those for it, and of all who voted
+
+    def broadcast(self, state: Tensors) -> Tensors:
+        if not self.agreed:
+            return {}
+        pro, voted = state["votes"]
+        return {"pro": pro / voted.clamp_min(1)}  # none until somebody has voted: a round of harm takes long to mend
 
     def prepare(self, client: Client) -> Tensors:
         anchors = frame(client.net.num_classes, client.net.dim).to(client.counts.device)
+        wanted = (client.received["pro"] >= MAJORITY).float() if self.agreed else torch.ones_like(anchors[0, 0])
+        shares = client.counts / client.counts.sum()
+        plain = (wanted > 0) | (client.net.prior is not None)  # with balanced=true they are balanced anyway
         return {
             "anchors": anchors,
             "directions": F.normalize(anchors, dim=1),
-            "strength": mixture(client.counts) if self.mixed else torch.ones_like(anchors[0, 0]),
+            "wanted": wanted,
+            "prior": torch.where(plain, torch.zeros_like(shares), shares.log()),
         }
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         stages, z = net.stages_and_features(x) if self.contrasted else ([], net.features(x))  # TextCNN has no stages
         fixed = self.classifier == "anchors"
         logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
-        terms = {"ce": F.cross_entropy(logits, y)}
+        terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
         if self.aligned:
-            terms["hpal"] = context["strength"] * eq.align(z, y, context["anchors"])
-        return terms | (self.contrasts(stages, y) if self.contrasted else {})
+            terms["hpal"] = context["wanted"] * eq.align(z, y, context["anchors"])
+        contrasts = self.contrasts(stages, y) if self.contrasted else {}
+        return terms | {name: context["wanted"] * term for name, term in contrasts.items()}
+
+    def report(self, client: Client, context: Tensors) -> Tensors:
+        return {"vote": (mixture(client.counts) >= 0.5).float()} if self.agreed else {}
 
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
+        if self.agreed:
+            n = reports["samples"].float()
+            state = {"votes": state["votes"] + torch.stack([(reports["vote"].clamp(0, 1) * n).sum(), n.sum()])}
         if self.classifier == "trained":
             return state, {}
         W, b = model["classifier.weight"], model["classifier.bias"]
