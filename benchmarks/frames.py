@@ -31,6 +31,8 @@ class Frames(FedHProVariants):
     hpal_weight: NonNegative = 1.0
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
     mixed_contrast: bool = False  # and so does FedRCL's contrast
+    margin: NonNegative = 0.0  # weight of FedSA's contrast of distances to the anchors, balanced as cross-entropy is
+    pull: NonNegative = 0.0  # of FedSA's mean squared distance to the own anchor
     gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
 
     def prepare(self, client: Client) -> Tensors:
@@ -50,6 +52,12 @@ class Frames(FedHProVariants):
             terms["hpcl"] = self.contrast(z, y, context)
         if self.hpal != "off":
             terms["hpal"] = context["hpal"] * self.hpal_weight * self.align(z, y, context)
+        if self.margin or self.pull:
+            A = context["S"].mean(1)
+            distances = ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt()
+            gap = (A[0] - A[1]).norm()
+            terms["margin"] = self.margin * F.cross_entropy(net.balanced(-distances - gap * F.one_hot(y, len(A))), y)
+            terms["pull"] = self.pull * F.mse_loss(z, A[y])
         contrasts = FedRCL().contrasts(stages, y) if self.relaxed else {}
         return terms | {name: context["relaxed"] * self.relaxed * term for name, term in contrasts.items()}
 
