@@ -132,6 +132,6 @@ def test_a_model_that_lacks_what_the_method_needs_is_refused_in_one_sentence():
         Federation(configure(**keys), source)
     keys = TINY | {"method": "fedhpro-plus", "model": "textcnn", "width": None}
     with pytest.raises(ConfigError, match=r"method=fedhpro-plus with model=textcnn: .* no stages"):
-        Federation(configure(**keys), source)
-    with Federation(configure(**(keys | {"contrasted": False})), source) as federation:
+        Federation(configure(**(keys | {"contrasted": True})), source)
+    with Federation(configure(**keys), source) as federation:  # without contrast, where nobody asks for it
         assert [record["aggregated"] for record in federation.rounds()] == [True, True]
