@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +98,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # which ends the runs too
     context, share = multiprocessing.get_context("spawn"), gpu_share(options.parallel)
     jobs, waiting = jobs_of(options.jobs), list[str]()
-    started, running, taken = time.monotonic(), list[tuple[Any, str]](), set[str]()
+    started, running, begun = time.monotonic(), list[tuple[Any, str]](), Counter[str]()
     while time.monotonic() - started < options.seconds:
         jobs = jobs_of(options.jobs)
         todo = [name for name in jobs if not (options.out / "runs" / name / "result.json").exists()]
-        waiting = [name for name in todo if name not in taken]
         running = [(process, name) for process, name in running if process.is_alive()]
+        busy = {name for _, name in running}
+        waiting = [name for name in todo if name not in busy and begun[name] < 2]  # one that failed has another try
         if not waiting and not running:
             break
         if waiting and len(running) < options.parallel:
             name = waiting[0]
             process = context.Process(target=one, args=(name, jobs[name], options.out, share), daemon=True)
             process.start()
-            taken.add(name)
+            begun[name] += 1
             running.append((process, name))
         else:
             time.sleep(0.5)
