@@ -23,15 +23,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fedhpro.matrix import MPS_PERCENT, gpu_share
+from fedhpro.matrix import gpu_share, use_of_gpu
 from fedhpro.runs import RunFolder
 
 
 def one(name: str, keys: dict[str, Any], out: Path, share: tuple[int, int] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
+    use_of_gpu(share[0] if share else None)
     if share and keys.get("engine") == "cuda":
-        os.environ[MPS_PERCENT] = str(share[0])
         keys = {"workers": share[1]} | keys
     import torch
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import re
 import sys
 import time
@@ -22,21 +21,20 @@ from typing import Any
 SECONDS = 12.0
 
 
-def runs(slots: int | None, together: Any, found: Any) -> None:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+def runs(percent: int, slots: int | None, together: Any, found: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
     from fedhpro.bench.gpu import DIGITS, source
     from fedhpro.config import configure
     from fedhpro.federation import Federation
+    from fedhpro.matrix import use_of_gpu
 
+    use_of_gpu(percent)
     keys: dict[str, Any] = {"preset": "paper", "engine": "cuda", "precision": "bf16", "scenario": "domains"}
     keys |= {"method": "fedavg", "local_epochs": 4, "rounds": 10**6, "evaluate_every": 10**6, "workers": slots}
     steps = 4 * sum(-(-n // 64) for n in DIGITS)
-    with Federation(
-        configure(**{name: value for name, value in keys.items() if value is not None}), source(DIGITS)
-    ) as it:
+    with Federation(configure(**keys), source(DIGITS)) as it:
         it.next_round()
         torch.cuda.synchronize()
         together.wait()
@@ -54,11 +52,12 @@ def measure(what: str) -> None:
     match = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?", what)
     if match is None:
         sys.exit(f"{what}: expected PROCESSESxPERCENT or PROCESSESxPERCENT/SLOTS, like 8x12/2")
-    count, percent, slots = int(match[1]), match[2], match[3] and int(match[3])
-    os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
+    count, percent, slots = int(match[1]), int(match[2]), match[3] and int(match[3])
     context = multiprocessing.get_context("spawn")
     together, found = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=runs, args=(slots, together, found), daemon=True) for _ in range(count)]
+    processes = [
+        context.Process(target=runs, args=(percent, slots, together, found), daemon=True) for _ in range(count)
+    ]
     for process in processes:
         process.start()
     each = [found.get(timeout=120) for _ in processes]

@@ -206,6 +206,7 @@ class Layout:
     def __init__(self, upload: Tensors, by_samples: bool) -> None:
         self.by_samples = by_samples
         self.like = {name: value.shape for name, value in upload.items() if value.is_floating_point()}
+        self.by_class = {name for name, shape in self.like.items() if name.startswith("report/") and len(shape) > 0}
         self.classes = len(upload["report/counts"]) if "report/counts" in upload else 0
         self.size = 1 + self.classes + sum(shape.numel() for shape in self.like.values())
 
@@ -215,8 +216,7 @@ class Layout:
         parts = [samples.reshape(1), held]
         for name in self.like:
             value = upload[name].double()
-            by_class = name.startswith("report/") and value.dim() > 0
-            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if by_class else self._weight(samples)
+            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if name in self.by_class else self._weight(samples)
             parts.append((weight * value).reshape(-1))
         return torch.cat(parts)
 
@@ -230,7 +230,7 @@ class Layout:
         for name, shape in self.like.items():
             value = total[start : start + shape.numel()].reshape(shape)
             start += shape.numel()
-            if name.startswith("report/") and shape:
+            if name in self.by_class:
                 value = value / held.clamp_min(1).reshape(-1, *[1] * (value.dim() - 1))
             else:
                 value = value / (samples if self.by_samples else members)

@@ -64,6 +64,13 @@ def gpu_share(runs: int) -> tuple[int, int] | None:
     return min(100, 144 // runs), max(2, 16 // runs)
 
 
+def use_of_gpu(percent: int | None) -> None:
+    """Set in a run's own process before CUDA starts, which reads it."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
+    if percent is not None:
+        os.environ[MPS_PERCENT] = str(percent)
+
+
 def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
     """Run what is not done, each run in a process of its own with one torch thread; `say` hears how each ended.
 
@@ -117,9 +124,7 @@ def _in_process(config: Config, answer: Connection, share: tuple[int, int] | Non
     )  # Ctrl-C reaches all processes of a terminal: the first one passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # a GPU has a limited number of them for all processes
-    if share:
-        os.environ[MPS_PERCENT] = str(share[0])  # read when CUDA starts
+    use_of_gpu(share[0] if share else None)
     answer.send(_outcome(config))
 
 

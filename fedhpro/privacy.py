@@ -94,11 +94,12 @@ class Privacy:
             raise ConfigError(f"{what}: what is released must be a noised sum, and robust={c.robust} makes no sum")
         if other := sorted(name for name in held(federation.upload) if name != "counts"):
             raise ConfigError(f"{what}: method={c.method} reports {other[0]}, which cannot be noised")
-        if single := [name for name, value in federation.upload.items() if name[:7] == "report/" and not value.dim()]:
-            raise ConfigError(
-                f"{what}: method={c.method} reports {single[0][7:]}, a single number, which noise would drown; "
-                "fedhpro-plus has none with agreed=false"
-            )
+        for name, value in federation.upload.items():
+            if name.startswith("report/") and value.dim() == 0:
+                raise ConfigError(
+                    f"{what}: method={c.method} reports {name.removeprefix('report/')}, a single number, which noise "
+                    "would drown; fedhpro-plus has none with agreed=false"
+                )
         self.check_budget(federation)
 
     def check_budget(self, federation: Federation) -> None:
