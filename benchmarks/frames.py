@@ -32,6 +32,7 @@ class Frames(FedHProVariants):
     mixed: bool = False  # HPAL of a client weighs as much as its labels are mixed: 1 if evenly, 0 for a single class
     mixed_contrast: bool = False  # and so does FedRCL's contrast
     margin: NonNegative = 0.0  # weight of FedSA's contrast of distances to the anchors, balanced as cross-entropy is
+    gap: NonNegative = 1.0  # how much nearer than the others the own anchor is to be, in distances between two of them
     pull: NonNegative = 0.0  # of FedSA's mean squared distance to the own anchor
     gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
 
@@ -55,7 +56,7 @@ class Frames(FedHProVariants):
         if self.margin or self.pull:
             A = context["S"].mean(1)
             distances = ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt()
-            gap = (A[0] - A[1]).norm()
+            gap = self.gap * (A[0] - A[1]).norm()
             terms["margin"] = self.margin * F.cross_entropy(net.balanced(-distances - gap * F.one_hot(y, len(A))), y)
             terms["pull"] = self.pull * F.mse_loss(z, A[y])
         contrasts = FedRCL().contrasts(stages, y) if self.relaxed else {}

@@ -4,6 +4,7 @@
                                                                                   [--matching docs/matching.png]
     python benchmarks/tables.py results/*-confirm.jsonl --against fedhpro fedhpro-M0
     python benchmarks/tables.py results/office-caltech.jsonl --rounds-to 40 50 60 --fairness
+    python benchmarks/tables.py results/cifar10-lt-100.jsonl --swings 20
     python benchmarks/tables.py results/heads.jsonl
 
 Means and sample standard deviations over seeds, in per cent, of runs that reached their last round; last5 is the mean
@@ -35,9 +36,14 @@ PAPER = {  # Table "Domain Skew" of its appendix, AVG
         "fedavg": 78.82, "fedprox": 79.01, "moon": 76.74, "fedproto": 80.41, "fedtgp": 81.67, "fedgmkd": 81.83,
         "fedrcl": 79.67, "fedsa": 82.54, "fedhpro": 84.80,
     },
+    "cifar10-lt-100": {  # and its table for quantity skew
+        "fedavg": 60.79, "fedprox": 60.86, "moon": 60.91, "fedproto": 60.37, "fedtgp": 61.94, "fedgmkd": 62.13,
+        "fedrcl": 62.41, "fedsa": 62.48, "fedhpro": 64.75,
+    },
 }  # fmt: skip
 CURVES = {"fedavg": "#999999", "fedrcl": "#D55E00", "fedsa": "#009E73", "fedhpro": "#0072B2", "fedhpro-M0": "#56B4E9",
-          "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#000000"}  # fmt: skip
+          "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#000000",
+          "fedavg-balanced": "#000000", "released": "#E69F00"}  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py kept
 
 
@@ -109,6 +115,16 @@ def rounds_to(path: Path, wanted: list[float]) -> str:
             found = [r for run in seeds.values() if (r := rounds_to_accuracy(run["rounds"], each))]
             missing = f" ({len(found)} of {len(seeds)})" if len(found) < len(seeds) else ""
             cells.append(f"{statistics.fmean(found):.0f}{missing}" if found else "never")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def swings(path: Path, last: int) -> str:
+    """Of the last evaluations: mean, lowest and highest of all seeds."""
+    lines = [f"| last {last} evaluations | mean | lowest | highest |", "|---|---:|---:|---:|"]
+    for name, seeds in read(path).items():
+        each = [[record["accuracy"]["AVG"] for record in run["rounds"][-last:]] for run in seeds.values()]
+        cells = [spread(list(map(statistics.fmean, each))), f"{min(map(min, each)):.1f}", f"{max(map(max, each)):.1f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -189,6 +205,7 @@ def main() -> None:
     parser.add_argument("--against", nargs="+", default=[])
     parser.add_argument("--rounds-to", nargs="+", type=float, default=[], help="per cent")
     parser.add_argument("--fairness", action="store_true")
+    parser.add_argument("--swings", type=int, default=0, metavar="N", help="over the last N evaluations")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--matching", type=Path, help="a figure of L_GM")
     options = parser.parse_args()
@@ -200,6 +217,8 @@ def main() -> None:
             print("\n" + rounds_to(path, options.rounds_to))
         if options.fairness:
             print("\n" + fairness_table(path))
+        if options.swings:
+            print("\n" + swings(path, options.swings))
     if options.figure:
         draw(options.files, options.figure, "test accuracy, mean of the domains, %", plot_accuracy)
     if options.matching:
