@@ -7,6 +7,8 @@ setting and the seeds. docs/reproduce.md explains the files.
 
 from __future__ import annotations
 
+import itertools
+import re
 import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -171,6 +173,35 @@ def quick(experiment: Experiment) -> Experiment:
 
 def _places(experiment: Experiment) -> list[tuple[str, str]]:
     return [(setting.name, column) for setting, column in experiment.columns()]
+
+
+def only(experiment: Experiment, wanted: Sequence[str]) -> Experiment:
+    """What is left of a table with the settings and rows that are named; where none of a kind is named, all stay."""
+    names = {kind: [part.name for part in getattr(experiment, kind)] for kind in ("settings", "rows")}
+    kept = dict[str, set[str]]()
+    for text in wanted:
+        found = {kind: _named(text, there) for kind, there in names.items()}
+        if not any(found.values()):
+            there = "; ".join(itertools.chain(*names.values()))
+            raise ConfigError(f"{experiment.name} has no setting and no row {text!r}. It has: {there}")
+        kept |= {kind: kept.get(kind, set()).union(more) for kind, more in found.items() if more}
+    settings = [each for each in experiment.settings if each.name in kept.get("settings", names["settings"])]
+    stays = [place[0] in {each.name for each in settings} for place in _places(experiment)]
+    rows = [
+        row.model_copy(update={"paper": list(itertools.compress(row.paper, stays))})
+        for row in experiment.rows
+        if row.name in kept.get("rows", names["rows"])
+    ]
+    return experiment.model_copy(update={"settings": settings, "rows": rows})
+
+
+def _named(text: str, names: Sequence[str]) -> list[str]:
+    """Those of this name; else with these words in it, so that rho=10 is not rho=100; else with these letters."""
+    escaped = re.escape(text)
+    for pattern in (rf"^{escaped}$", rf"(?<!\w){escaped}(?!\w)", escaped):
+        if found := [name for name in names if re.search(pattern, name, re.IGNORECASE)]:
+            return found
+    return []
 
 
 # The matrix

@@ -34,6 +34,10 @@ def reproduce(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Minutes, on an embedded stand-in.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only settings or rows of this name, or with it in theirs; can be given again."),
+    ] = None,
     dry_run: DryRun = False,
     seeds: Seeds = None,
     parallel: Parallel = None,
@@ -57,6 +61,7 @@ def reproduce(
         return
     loaded = [experiments.load(name) for name in dict.fromkeys(chosen)]
     loaded = [experiments.quick(experiment) for experiment in loaded] if quick else loaded
+    loaded = [experiments.only(experiment, only) for experiment in loaded] if only else loaded
     _go(loaded, seeds, keys, parallel, out_folder or Path("runs", "reproduce-quick" if quick else "reproduce"), dry_run)
 
 

@@ -217,6 +217,38 @@ def test_latex_is_escaped(done):
     assert any(r"\textless{}b\textgreater{}M=0" in line for line in shown)
 
 
+def names_left(name, *wanted):
+    left = reproduce.only(reproduce.load(name), wanted)
+    return [setting.name for setting in left.settings], [row.name for row in left.rows]
+
+
+def test_a_part_of_a_table_is_chosen_by_name():
+    whole = reproduce.load("quantity-skew")
+    assert names_left("quantity-skew", "rho=10")[0] == [
+        f"{data}-LT rho=10" for data in ("CIFAR-10", "CIFAR-100", "TinyImageNet")
+    ]
+    assert names_left("quantity-skew", "cifar-10-lt rho=100", "FedProto", "fedavg") == (
+        ["CIFAR-10-LT rho=100"],
+        ["FedAvg", "FedProto†"],  # in the order of the table, and not "FedAvg, balanced"
+    )
+    assert names_left("quantity-skew", "alance")[0] == [setting.name for setting in whole.settings]
+    left = reproduce.only(whole, ["rho=100", "FedRCL"])
+    assert left.rows[0].paper == [62.41, 36.27, 22.91]
+    domains = reproduce.only(reproduce.load("table5"), ["Office-Caltech"])
+    assert [row.paper[-1] for row in domains.rows if row.name == "HPAL"] == [61.34]
+    assert len(domains.rows[0].paper) == len(domains.columns()) == 5
+    with pytest.raises(ConfigError, match=r"no setting and no row 'rho=7'. It has: CIFAR-10-LT rho=10; .*FedHPro"):
+        reproduce.only(whole, ["FedAvg", "rho=7"])
+
+
+def test_only_a_part_runs(capsys):
+    code, text, _ = call(
+        capsys, "reproduce", "table5", "--only", "Digits", "--only", "HPAL", "--dry-run", "--seeds", "0"
+    )
+    assert code == 0 and "table5: HPAL, Digits, seed 0" in text and "Office" not in text
+    assert "1 runs, 0 done" in text
+
+
 def test_what_is_done_is_skipped_and_a_dry_run_runs_nothing(done, capsys, tmp_path):
     shutil.copytree(done[0], tmp_path / "copy")
     code, text, _ = call(capsys, "reproduce", "copy/tiny.toml", "--dry-run", "--seeds", "0,1", "--out", "copy/out")
