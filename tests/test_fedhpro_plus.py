@@ -1,6 +1,7 @@
 """FedHPro plus: its anchors, its loss from the formulas, and what it comes to without each of its parts."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,21 +51,40 @@ def test_loss_by_hand():
 
 
 @pytest.mark.parametrize("pro, wanted", [(1.0, True), (0.9, True), (0.89, False), (0.0, False)])
-def test_all_align_and_contrast_or_none_does_and_cross_entropy_is_balanced(pro, wanted):
+def test_all_align_and_contrast_or_all_have_a_margin_and_balanced_cross_entropy(pro, wanted):
     alone = terms_of(FedHProPlus(), {})[0]
     terms, z, y, context = terms_of(FedHProPlus(agreed=True), {"votes": torch.tensor([1000 * pro, 1000])})
     if wanted:
-        assert terms == alone
+        assert terms == alone | {"margin": 0}
         return
     assert not any(terms[name] for name in ("hpal", "contrast", "penalty"))
     counts = torch.bincount(y, minlength=len(context["anchors"])).tolist()
-    ce = 0.0
-    for logits, label in zip(
-        (z.detach().double() @ context["directions"].double().T).tolist(), y.tolist(), strict=True
-    ):
-        held = [n * math.exp(logit) for n, logit in zip(counts, logits, strict=True)]  # softmax of logit + log(n / N)
-        ce += (math.log(sum(held)) - math.log(held[label])) / len(y)
+    anchors, ce, margin = context["anchors"].double(), 0.0, 0.0
+    apart = math.dist(*anchors[:2].tolist())
+    for feature, label in zip(z.detach().double(), y.tolist(), strict=True):
+        logits = (context["directions"].double() @ feature).tolist()
+        nearness = [-math.dist(feature.tolist(), anchor) for anchor in anchors.tolist()]
+        nearness[label] -= apart / 2
+        for values in (logits, nearness):
+            held = [n * math.exp(value) for n, value in zip(counts, values, strict=True)]  # softmax of it + log(n / N)
+            loss = (math.log(sum(held)) - math.log(held[label])) / len(y)
+            ce, margin = (ce + loss, margin) if values is logits else (ce, margin + 0.9 * loss)
     assert terms["ce"].item() == pytest.approx(ce, rel=1e-5) and terms["ce"] != alone["ce"]
+    assert terms["margin"].item() == pytest.approx(margin, rel=1e-5)
+
+
+def test_the_margin_ends_where_it_is_reached_and_a_client_of_one_class_has_none():
+    d = 128
+    method, y, anchors = FedHProPlus(agreed=True), torch.arange(4), frame(4, d)
+    net = SimpleNamespace(dim=d, features=lambda z: z, stages_and_features=lambda z: ([], z), balanced=lambda x: x)
+
+    def margin(z, y, counts):
+        context = {"anchors": anchors, "directions": anchors, "wanted": torch.tensor(0.0), "prior": counts.log()}
+        return FedHProPlus(agreed=True, contrasted=False).loss(net, {}, z, y, context)["margin"].item()
+
+    evenly, one_class = torch.full((4,), 0.25), torch.tensor([1.0, 0, 0, 0])
+    assert method.lam_margin == 0.9 and margin(anchors, y, evenly) < 0.01 < 1 < margin(0 * anchors, y, evenly)
+    assert margin(0 * anchors, torch.zeros(4, dtype=torch.int64), one_class) == 0
 
 
 def test_clients_vote_with_their_samples_in_all_rounds_so_far():
@@ -97,10 +117,10 @@ def test_votes_are_counted_in_a_federation(tiny_source):
 
 
 @pytest.mark.parametrize("classifier", ["anchors", "trained"])
-def test_a_vote_against_leaves_balanced_cross_entropy_and_one_for_it_changes_nothing(
+def test_a_vote_against_leaves_balanced_cross_entropy_and_a_margin_and_one_for_it_changes_nothing(
     tiny_source, monkeypatch, classifier
 ):
-    keys = {"method": "fedhpro-plus", "classifier": classifier}
+    keys = {"method": "fedhpro-plus", "classifier": classifier, "lam_margin": 0.0}
     monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)  # more than all
     against = run(tiny_source, agreed=True, **keys)[2].model
     bare = run(tiny_source, balanced=True, aligned=False, contrasted=False, **keys)[2].model
@@ -111,6 +131,9 @@ def test_a_vote_against_leaves_balanced_cross_entropy_and_one_for_it_changes_not
         assert torch.equal(against[name], value) and torch.equal(both[name], value)
         assert torch.equal(pro[name], silent[name])
     assert any(not torch.equal(against[name], silent[name]) for name in bare)
+    monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)
+    margined = run(tiny_source, agreed=True, **keys | {"lam_margin": 0.9})[2].model
+    assert any(not torch.equal(against[name], margined[name]) for name in bare)
 
 
 @pytest.mark.parametrize("host, without", [("fedrcl", {}), ("fedavg", {"contrasted": False})])

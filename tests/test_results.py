@@ -121,6 +121,7 @@ for i, keys in enumerate([{"method": "fedhpro"}, *({"method": "awake"} | kind fo
 FRAMES = """
 import json, sys
 import frames, fedhpro
+from fedhpro.methods import fedhpro_plus
 from safetensors.torch import load_file
 tiny, out = json.loads(sys.argv[1]), sys.argv[2]
 anchors = {"method": "frames", "I": 1, "M": 0, "hyper_init": "blocks", "uplink": "off", "hpcl": "off", "relaxed": 1.0}
@@ -131,7 +132,10 @@ pairs = [
     (anchors | {"classifier": "anchors", "balanced": True}, plus | {"balanced": True}),
     (anchors, plus | {"classifier": "trained"}),
 ]
+margin = {"classifier": "anchors", "balanced": True, "relaxed": 0.0, "hpal_weight": 0.0, "margin": 0.9, "gap": 0.5}
+pairs.append((anchors | margin, plus | {"agreed": True}))  # and the vote is against
 for i, pair in enumerate(pairs):
+    fedhpro_plus.MAJORITY = 2
     folders = [fedhpro.run(tiny | keys | {"out": f"{out}/{i}-{j}"}).folder for j, keys in enumerate(pair)]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     print("same" if all((ours[name] == theirs[name]).all() for name in theirs) else "other")
@@ -143,7 +147,7 @@ def test_what_was_compared_as_frames_is_the_method_of_the_package(tmp_path):
     command = [sys.executable, "-c", FRAMES, json.dumps(TINY | {"local_steps": 1}), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line in ("same", "other")] == ["same"] * 4
+    assert [line for line in done.stdout.splitlines() if line in ("same", "other")] == ["same"] * 5
 
 
 def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers(tmp_path):

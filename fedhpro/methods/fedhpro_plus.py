@@ -2,7 +2,8 @@
 
 Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
 the classifier as well, which nobody trains, and batches are contrasted at five depths. Where clients lack classes
-alignment does harm, so they can vote on it. Everybody can compute the anchors: the model travels and nothing else.
+alignment does harm, so they can vote on it, and have FedSA's margin instead, which ends where it has been reached.
+Everybody can compute the anchors: the model travels and nothing else.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from .. import equations as eq
 from ..errors import ConfigError
-from .base import Client, Net, Tensors
+from .base import Client, Net, NonNegative, Tensors
 from .fedrcl import FedRCL
+from .fedsa import enlarged
 
 MAJORITY = 0.9  # of the samples: few clients that lack most classes do harm already
+NEARER = 0.5  # how much nearer than the others the own anchor is to be, in distances between two of them
 
 
 def frame(classes: int, dim: int) -> Tensor:
@@ -44,7 +47,8 @@ class FedHProPlus(FedRCL):
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
     contrasted: bool = True  # FedRCL's contrast and penalty
-    agreed: bool = False  # clients vote: all align and contrast, or none does and their cross-entropy is balanced
+    agreed: bool = False  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
+    lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         if net.num_classes > net.dim:
@@ -76,6 +80,10 @@ class FedHProPlus(FedRCL):
         terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
         if self.aligned:
             terms["hpal"] = context["wanted"] * eq.align(z, y, context["anchors"])
+        if self.agreed:
+            gap = NEARER * (2 * net.dim) ** 0.5  # two anchors are sqrt(2d) apart
+            margins = net.balanced(-enlarged(z, y, context["anchors"], gap)) + context["prior"]
+            terms["margin"] = (1 - context["wanted"]) * self.lam_margin * F.cross_entropy(margins, y)
         contrasts = self.contrasts(stages, y) if self.contrasted else {}
         return terms | {name: context["wanted"] * term for name, term in contrasts.items()}
 

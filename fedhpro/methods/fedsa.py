@@ -52,13 +52,11 @@ class FedSA(PrototypeMethod):
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
         z, A = net.features(x), context["A"]
-        distances = ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt()
-        enlarged = distances + context["gap"] * F.one_hot(y, len(A))
         classes = torch.arange(len(A), device=y.device)
         return {
             "ce": F.cross_entropy(net.classify(z), y),
             "pull": self.lam_pull * F.mse_loss(z, A[y]),
-            "margin": self.lam_margin * F.cross_entropy(-enlarged, y),
+            "margin": self.lam_margin * F.cross_entropy(-enlarged(z, y, A, context["gap"]), y),
             "classifier": self.lam_classifier * F.cross_entropy(net.classifier(A), classes),
         }
 
@@ -73,6 +71,11 @@ class FedSA(PrototypeMethod):
 
     def anchors(self, A: Tensor, P: Tensor, held: Tensor) -> Tensor:
         return torch.where(held[:, None], self.decay * A + (1 - self.decay) * P, A)
+
+
+def enlarged(z: Tensor, y: Tensor, A: Tensor, gap: Tensor | float) -> Tensor:
+    """Distances [n, C] to all anchors, the own one further by the gap, so that it has to be nearer by as much."""
+    return ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt() + gap * F.one_hot(y, len(A))
 
 
 def mean_nearest(vectors: Tensor, present: Tensor) -> Tensor:
