@@ -308,7 +308,7 @@ def available_cores() -> int:
 def _unknown(name: str, method: str, known: list[str]) -> str:
     others = [other for other in METHODS if name in method_keys(other)]
     if others:
-        return f"{name!r} is a key of method {others[0]}, and this run's method is {method}"
+        return f"{name!r} is a key of method {' or '.join(others)}, and this run's method is {method}"
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f": did you mean {found[0]!r}? " if found else "; "
     return f"there is no key {name!r}{hint}`fedhpro run --keys` lists all"
