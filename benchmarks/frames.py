@@ -33,6 +33,7 @@ class Frames(FedHProVariants):
     mixed_contrast: bool = False  # and so does FedRCL's contrast
     margin: NonNegative = 0.0  # weight of FedSA's contrast of distances to the anchors, balanced as cross-entropy is
     gap: NonNegative = 1.0  # how much nearer than the others the own anchor is to be, in distances between two of them
+    apart: NonNegative = 0.0  # what the distance of two anchors counts as in that contrast; 0: as it is
     pull: NonNegative = 0.0  # of FedSA's mean squared distance to the own anchor
     gated: bool = False  # HPAL and contrast only for clients that hold half of the classes or more
 
@@ -56,8 +57,10 @@ class Frames(FedHProVariants):
         if self.margin or self.pull:
             A = context["S"].mean(1)
             distances = ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt()
-            gap = self.gap * (A[0] - A[1]).norm()
-            terms["margin"] = self.margin * F.cross_entropy(net.balanced(-distances - gap * F.one_hot(y, len(A))), y)
+            between = (A[0] - A[1]).norm()
+            enlarged = distances + self.gap * between * F.one_hot(y, len(A))
+            enlarged = enlarged * (self.apart / between) if self.apart else enlarged
+            terms["margin"] = self.margin * F.cross_entropy(net.balanced(-enlarged), y)
             terms["pull"] = self.pull * F.mse_loss(z, A[y])
         contrasts = FedRCL().contrasts(stages, y) if self.relaxed else {}
         return terms | {name: context["relaxed"] * self.relaxed * term for name, term in contrasts.items()}

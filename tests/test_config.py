@@ -341,7 +341,7 @@ def test_replace_with_another_method_starts_from_its_defaults(other_method):
     assert (other.rounds, other.parameters) == (7, {"pull": 0.5})
     assert config.replace(method=other_method, pull=2).parameters == {"pull": 2.0}
     assert other.replace(method="fedhpro").parameters == method_keys("fedhpro")
-    with pytest.raises(ConfigError, match="'M' is a key of method fedhpro or .*, and this run's method is other"):
+    with pytest.raises(ConfigError, match=r"'M' is a key of method fedhpro or .*, and this run's method is other"):
         config.replace(method=other_method, M=3)
 
 

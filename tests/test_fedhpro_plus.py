@@ -64,7 +64,7 @@ def test_all_align_and_contrast_or_all_have_a_margin_and_balanced_cross_entropy(
     for feature, label in zip(z.detach().double(), y.tolist(), strict=True):
         logits = (context["directions"].double() @ feature).tolist()
         nearness = [-math.dist(feature.tolist(), anchor) for anchor in anchors.tolist()]
-        nearness[label] -= apart / 2
+        nearness[label] -= apart / 8
         for values in (logits, nearness):
             held = [n * math.exp(value) for n, value in zip(counts, values, strict=True)]  # softmax of it + log(n / N)
             loss = (math.log(sum(held)) - math.log(held[label])) / len(y)

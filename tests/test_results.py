@@ -132,7 +132,7 @@ pairs = [
     (anchors | {"classifier": "anchors", "balanced": True}, plus | {"balanced": True}),
     (anchors, plus | {"classifier": "trained"}),
 ]
-margin = {"classifier": "anchors", "balanced": True, "relaxed": 0.0, "hpal_weight": 0.0, "margin": 0.9, "gap": 0.5}
+margin = {"classifier": "anchors", "balanced": True, "relaxed": 0.0, "hpal_weight": 0.0, "margin": 0.9, "gap": 0.125}
 pairs.append((anchors | margin, plus | {"agreed": True}))  # and the vote is against
 for i, pair in enumerate(pairs):
     fedhpro_plus.MAJORITY = 2

@@ -23,7 +23,7 @@ from .fedrcl import FedRCL
 from .fedsa import enlarged
 
 MAJORITY = 0.9  # of the samples: few clients that lack most classes do harm already
-NEARER = 0.5  # how much nearer than the others the own anchor is to be, in distances between two of them
+NEARER = 1 / 8  # how much nearer than the others the own anchor is to be, in distances between two of them
 
 
 def frame(classes: int, dim: int) -> Tensor:
