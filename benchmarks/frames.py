@@ -19,6 +19,7 @@ from fedhpro.methods.base import Client, Net, NonNegative, Tensors
 from fedhpro.methods.fedhpro_plus import mixture
 from fedhpro.methods.fedhpro_variants import FedHProVariants
 from fedhpro.methods.fedrcl import FedRCL
+from fedhpro.methods.fedsa import enlarged
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,9 @@ class Frames(FedHProVariants):
             terms["hpal"] = context["hpal"] * self.hpal_weight * self.align(z, y, context)
         if self.margin or self.pull:
             A = context["S"].mean(1)
-            distances = ((z[:, None] - A) ** 2).sum(2).clamp_min(1e-12).sqrt()
             between = (A[0] - A[1]).norm()
-            enlarged = distances + self.gap * between * F.one_hot(y, len(A))
-            enlarged = enlarged * (self.apart / between) if self.apart else enlarged
-            terms["margin"] = self.margin * F.cross_entropy(net.balanced(-enlarged), y)
+            distances = enlarged(z, y, A, self.gap * between) * (self.apart / between if self.apart else 1)
+            terms["margin"] = self.margin * F.cross_entropy(net.balanced(-distances), y)
             terms["pull"] = self.pull * F.mse_loss(z, A[y])
         contrasts = FedRCL().contrasts(stages, y) if self.relaxed else {}
         return terms | {name: context["relaxed"] * self.relaxed * term for name, term in contrasts.items()}

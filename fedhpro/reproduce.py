@@ -182,15 +182,16 @@ def only(experiment: Experiment, wanted: Sequence[str]) -> Experiment:
     for text in wanted:
         found = {kind: _named(text, there) for kind, there in names.items()}
         if not any(found.values()):
-            there = "; ".join(itertools.chain(*names.values()))
-            raise ConfigError(f"{experiment.name} has no setting and no row {text!r}. It has: {there}")
+            known = "; ".join(itertools.chain(*names.values()))
+            raise ConfigError(f"{experiment.name} has no setting and no row {text!r}. It has: {known}")
         kept |= {kind: kept.get(kind, set()).union(more) for kind, more in found.items() if more}
-    settings = [each for each in experiment.settings if each.name in kept.get("settings", names["settings"])]
-    stays = [place[0] in {each.name for each in settings} for place in _places(experiment)]
+    left = {kind: kept.get(kind, set(there)) for kind, there in names.items()}
+    settings = [each for each in experiment.settings if each.name in left["settings"]]
+    stays = [setting in left["settings"] for setting, _ in _places(experiment)]
     rows = [
         row.model_copy(update={"paper": list(itertools.compress(row.paper, stays))})
         for row in experiment.rows
-        if row.name in kept.get("rows", names["rows"])
+        if row.name in left["rows"]
     ]
     return experiment.model_copy(update={"settings": settings, "rows": rows})
 

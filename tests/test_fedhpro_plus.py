@@ -61,26 +61,28 @@ def test_all_align_and_contrast_or_all_have_a_margin_and_balanced_cross_entropy(
     counts = torch.bincount(y, minlength=len(context["anchors"])).tolist()
     anchors, ce, margin = context["anchors"].double(), 0.0, 0.0
     apart = math.dist(*anchors[:2].tolist())
+
+    def balanced(values, label):  # cross-entropy of values + log(n / N)
+        held = [n * math.exp(value) for n, value in zip(counts, values, strict=True)]
+        return (math.log(sum(held)) - math.log(held[label])) / len(y)
+
     for feature, label in zip(z.detach().double(), y.tolist(), strict=True):
         logits = (context["directions"].double() @ feature).tolist()
         nearness = [-math.dist(feature.tolist(), anchor) for anchor in anchors.tolist()]
         nearness[label] -= apart / 8
-        for values in (logits, nearness):
-            held = [n * math.exp(value) for n, value in zip(counts, values, strict=True)]  # softmax of it + log(n / N)
-            loss = (math.log(sum(held)) - math.log(held[label])) / len(y)
-            ce, margin = (ce + loss, margin) if values is logits else (ce, margin + 0.9 * loss)
+        ce, margin = ce + balanced(logits, label), margin + 0.9 * balanced(nearness, label)
     assert terms["ce"].item() == pytest.approx(ce, rel=1e-5) and terms["ce"] != alone["ce"]
     assert terms["margin"].item() == pytest.approx(margin, rel=1e-5)
 
 
 def test_the_margin_ends_where_it_is_reached_and_a_client_of_one_class_has_none():
-    d = 128
-    method, y, anchors = FedHProPlus(agreed=True), torch.arange(4), frame(4, d)
-    net = SimpleNamespace(dim=d, features=lambda z: z, stages_and_features=lambda z: ([], z), balanced=lambda x: x)
+    d, y = 128, torch.arange(4)
+    method, anchors = FedHProPlus(agreed=True, contrasted=False), frame(4, d)
+    net = SimpleNamespace(dim=d, features=lambda z: z, balanced=lambda logits: logits)
 
     def margin(z, y, counts):
         context = {"anchors": anchors, "directions": anchors, "wanted": torch.tensor(0.0), "prior": counts.log()}
-        return FedHProPlus(agreed=True, contrasted=False).loss(net, {}, z, y, context)["margin"].item()
+        return method.loss(net, {}, z, y, context)["margin"].item()
 
     evenly, one_class = torch.full((4,), 0.25), torch.tensor([1.0, 0, 0, 0])
     assert method.lam_margin == 0.9 and margin(anchors, y, evenly) < 0.01 < 1 < margin(0 * anchors, y, evenly)

@@ -134,8 +134,8 @@ pairs = [
 ]
 margin = {"classifier": "anchors", "balanced": True, "relaxed": 0.0, "hpal_weight": 0.0, "margin": 0.9, "gap": 0.125}
 pairs.append((anchors | margin, plus | {"agreed": True}))  # and the vote is against
+fedhpro_plus.MAJORITY = 2
 for i, pair in enumerate(pairs):
-    fedhpro_plus.MAJORITY = 2
     folders = [fedhpro.run(tiny | keys | {"out": f"{out}/{i}-{j}"}).folder for j, keys in enumerate(pair)]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     print("same" if all((ours[name] == theirs[name]).all() for name in theirs) else "other")
