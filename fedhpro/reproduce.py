@@ -200,7 +200,7 @@ def _named(text: str, names: Sequence[str]) -> list[str]:
     """Those of this name; else with these words in it, so that rho=10 is not rho=100; else with these letters."""
     escaped = re.escape(text)
     for pattern in (rf"^{escaped}$", rf"(?<!\w){escaped}(?!\w)", escaped):
-        if found := [name for name in names if re.search(pattern, name, re.IGNORECASE)]:
+        if found := [name for name in names if text and re.search(pattern, name, re.IGNORECASE)]:
             return found
     return []
 

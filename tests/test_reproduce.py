@@ -239,6 +239,8 @@ def test_a_part_of_a_table_is_chosen_by_name():
     assert len(domains.rows[0].paper) == len(domains.columns()) == 5
     with pytest.raises(ConfigError, match=r"no setting and no row 'rho=7'. It has: CIFAR-10-LT rho=10; .*FedHPro"):
         reproduce.only(whole, ["FedAvg", "rho=7"])
+    with pytest.raises(ConfigError, match=r"no setting and no row ''"):
+        reproduce.only(whole, [""])
 
 
 def test_only_a_part_runs(capsys):
