@@ -19,6 +19,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,19 @@ def over_rounds(seeds: dict[int, dict[str, Any]], group: str, key: str) -> tuple
 
 
 def plot_accuracy(axes: Any, runs: Runs) -> None:
+    """Means over the seeds; where every round is evaluated also over two rounds, since some methods alternate."""
+    place: dict[str, Any] = {"loc": "lower right"}
     for name, colour in CURVES.items():
         if name in runs:
             rounds, values = over_rounds(runs[name], "accuracy", "AVG")
-            axes.plot(rounds, list(map(statistics.fmean, values)), color=colour, label=name)
+            means = list(map(statistics.fmean, values))
             axes.fill_between(rounds, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.15, lw=0)
-    axes.legend(loc="lower right", fontsize=8)
+            if rounds[1] == rounds[0] + 1:
+                axes.plot(rounds, means, color=colour, alpha=0.3, lw=0.7)
+                rounds, means = rounds[1:], [(this + last) / 2 for last, this in pairwise(means)]
+                place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+            axes.plot(rounds, means, color=colour, label=name)
+    axes.legend(fontsize=8, **place)
 
 
 def plot_matching(axes: Any, runs: Runs) -> None:

@@ -72,13 +72,16 @@ OPTIONS = [
     {"augment": "batch"},
     {"augment": "off"},
     {"momentum": 0.0},
+    {"balanced": True},
+    {"method": "fedhpro-plus", "agreed": True},
+    {"method": "fedhpro-plus", "agreed": True, "balanced": True},
 ]
 
 
 @pytest.mark.parametrize("keys", OPTIONS, ids=str)
 def test_options_as_eager(tiny_source, keys, caplog):
     epochs = 2 if "margin_per" in keys else 1
-    captured, eager = two_engines(tiny_source, method="fedhpro", local_epochs=epochs, **keys)
+    captured, eager = two_engines(tiny_source, local_epochs=epochs, **({"method": "fedhpro"} | keys))
     assert_same_change(uploads(captured), uploads(eager), eager.sent())
     assert not caplog.records
 

@@ -39,6 +39,8 @@ tables, matrix = tool("tables"), tool("matrix")
         ("digits-lite-hp", "RESULTS"),
         ("digits-modules", "RESULTS"),
         ("digits-global", "RESULTS"),
+        ("digits-hp", "RESULTS"),
+        ("digits-prototypes", "RESULTS"),
         ("cifar10-lt-100", "RESULTS"),
         ("digits-lite", "comparison"),
         ("precision", "gpu"),
