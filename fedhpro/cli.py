@@ -267,6 +267,27 @@ def costs(
 
 
 @app.command()
+def heads(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders with a global model.")],
+    as_json: Json = False,
+) -> None:
+    """Other classifiers on a run's features, without training: is it the features that limit it, or the classifier?"""
+    from .heads import NAMES
+    from .heads import heads as measured
+
+    found = {str(folder): measured(folder) for folder in folders}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table("test accuracy, mean of the domains, %", box=None)
+    for folder in folders:
+        table.add_column(escape(folder.name), justify="right")
+    for name, words in NAMES.items():
+        table.add_row(words, *(f"{each[name]:.2f}" for each in found.values()))
+    out.print(table)
+
+
+@app.command()
 def predict(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
     files: Annotated[

@@ -6,8 +6,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from torch import Tensor
 from .errors import RunError
 from .evaluation import AVG, fairness, rounds_to_accuracy, speed_up
 from .files import write_atomically
+from .heads import heads
 from .probe import Probe, local_accuracies, probe
 from .report.reading import Run
 
 Values = dict[str, float]  # final; of accuracies also best and last5
-LOCAL = "local_models.json"  # in a run folder: it takes some training to know
+LOCAL, HEADS = "local_models.json", "heads.json"  # in a run folder: they take some training to know
 
 TITLES = {
     "balanced": "mean of the classes",
@@ -44,7 +46,7 @@ def title(column: str) -> str:
     if column.startswith("fair."):
         _, way, part = column.split(".")
         return f"{SPREAD[part]} ({WAYS[way]})"
-    return TITLES.get(column, column)
+    return TITLES.get(column, column.removeprefix("head."))
 
 
 def measured(column: str, run: Run, peers: Mapping[str, Run] | None = None) -> Values:
@@ -67,6 +69,8 @@ def measured(column: str, run: Run, peers: Mapping[str, Run] | None = None) -> V
         return _final(fairness(_own_domain(run) if way == "global" else _own_model(run))[part])
     if column.startswith("distance."):
         return _final(_distance(column, run, peers))
+    if column.startswith("head."):
+        return _final(_kept(run, HEADS, heads)[column.removeprefix("head.")])
     name = column if run.headline(column) else f"{column}*"  # rendered instead: see data/sources.py
     found_there = run.headline(name)
     return {key: found_there[key] for key in ("final", "best", "last5")} if found_there else {}
@@ -129,14 +133,19 @@ def _own_domain(run: Run) -> list[float]:
 
 def _own_model(run: Run) -> list[float]:
     """Each client's own model on all test sets together."""
-    path, last = run.folder / LOCAL, run.history[-1].round
+    return list(_kept(run, LOCAL, local_accuracies))
+
+
+def _kept(run: Run, name: str, measure: Callable[[Path], Any]) -> Any:
+    """What was measured after the run's last round, from a file in its folder; else it is measured now and kept."""
+    path, last = run.folder / name, run.history[-1].round
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["round"] == last:
-            return list(kept["accuracies"])
+            return kept["accuracies"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    found = local_accuracies(run.folder)
+    found = measure(run.folder)
     write_atomically(path, json.dumps({"round": last, "accuracies": found}) + "\n")
     return found
 

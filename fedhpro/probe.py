@@ -7,6 +7,7 @@ only mean something between prototypes of one feature space, so the means under 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from .federation import Federation
 from .methods.base import Tensors
 from .models.base import Net
 from .runs import RunFolder
-from .training import copy_into, model_tensors, section
+from .training import copy_into, model_tensors
 
 KINDS = {"S": "hyper-prototypes", "A": "anchors", "P": "global prototypes"}
 
@@ -41,24 +42,25 @@ class Probe:
 
 
 @torch.no_grad()
-def features(net: Net, split: Samples, transform: Transform) -> Tensor:
-    """z of every sample, in eval mode."""
+def features(net: Net, samples: Samples, transform: Transform) -> tuple[Tensor, Tensor]:
+    """z and y of every sample, in eval mode, where the net is."""
     net.eval()
-    return torch.cat([net.features(transform.plain(x)) for x in split.x.split(EVAL_BATCH)])
+    split = samples.to(net.classifier.weight.device)
+    return torch.cat([net.features(transform.plain(x)) for x in split.x.split(EVAL_BATCH)]), split.y
 
 
 def probe(run: str | Path, source: Source | None = None) -> Probe:
     """The prototypes of a run folder whose models were exchanged."""
     federation, tensors = restored(Path(run), source)
     net, transform, C = federation.net, federation.trainer.transform, federation.source.num_classes
-    with torch.no_grad():
-        copy_into(model_tensors(net), section(tensors, "model"))
-    z = torch.cat([features(net, client.train, transform) for client in federation.clients])
-    means, counts = class_means(z, torch.cat([client.train.y for client in federation.clients]), C)
-    domains = {
-        domain.name: class_means(features(net, domain.test, transform), domain.test.y, C)[0]
-        for domain in federation.source.domains
-    }
+
+    def means_of(parts: Iterable[Samples]) -> tuple[Tensor, Tensor]:
+        zs, ys = zip(*(features(net, samples, transform) for samples in parts), strict=True)
+        means, counts = class_means(torch.cat(zs), torch.cat(ys), C)
+        return means.cpu(), counts.cpu()
+
+    means, counts = means_of(client.train for client in federation.clients)
+    domains = {domain.name: means_of([domain.test])[0] for domain in federation.source.domains}
     for key, kind in KINDS.items():
         if f"state/{key}" in tensors and f"extra/{key}" in federation.sent():
             own = tensors[f"state/{key}"]
@@ -85,8 +87,11 @@ def local_accuracies(run: str | Path, source: Source | None = None) -> list[floa
 
 
 def restored(folder: Path, source: Source | None = None) -> tuple[Federation, Tensors]:
-    """The federation after its last round, and the checkpoint that it comes from."""
-    federation = Federation(configuration.load(folder), source)
+    """The federation after its last round, its net with the global model, and the checkpoint that it comes from."""
+    config = configuration.load(folder)
+    if config.engine == "cuda" and not torch.cuda.is_available():  # a run of another machine
+        config = config.replace(engine="cpu", precision="auto")
+    federation = Federation(config, source)
     if not (folder / "model.safetensors").exists():
         raise RunError(f"{folder} has no global model: its models stayed with the clients, or it has no finished round")
     run = RunFolder.open(folder)
@@ -95,4 +100,6 @@ def restored(folder: Path, source: Source | None = None) -> tuple[Federation, Te
         raise RunError(f"{folder} has no sound checkpoint")
     federation.memories = run.memories
     federation.restore(tensors, meta)
+    with torch.no_grad():
+        copy_into(model_tensors(federation.net), federation.model)
     return federation, tensors

@@ -85,8 +85,8 @@ def test_the_probe_gives_every_method_prototypes(tiny_source, tmp_path, method, 
 
     net = load_model(done.folder).net
     fresh = federation(tiny_source, method=method)
-    z = torch.cat([features(net, client.train, fresh.trainer.transform) for client in fresh.clients])
-    y = torch.cat([client.train.y for client in fresh.clients])
+    parts = [features(net, client.train, fresh.trainer.transform) for client in fresh.clients]
+    z, y = (torch.cat(each) for each in zip(*parts, strict=True))
     torch.testing.assert_close(found.means, class_means(z, y, 4)[0])
     if method == "fedavg":
         torch.testing.assert_close(found.prototypes[:, 0], found.means)
