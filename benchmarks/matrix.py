@@ -62,12 +62,18 @@ def kept(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
     """Of a run, finished or not."""
     opened = RunFolder(folder)
     rounds = [
-        {key: rounded(record[key]) for key in ("round", "accuracy", "loss", "server") if record.get(key)}
+        {key: rounded(record[key]) for key in ("round", "accuracy", "loss", "server") if record.get(key)} | ways(record)
         for record in opened.records()
         if "accuracy" in record
     ]
     seconds = sum(timing["seconds"] for timing in opened.records(opened.timings))
     return {"run": folder.name, "keys": keys, "rounds": rounds, "seconds": round(seconds, 1)}
+
+
+def ways(record: dict[str, Any]) -> dict[str, Any]:
+    """AVG of each way to predict, where there are several."""
+    found = {name: rounded(scores["AVG"]) for name, scores in record["heads"].items()}
+    return {"heads": found} if len(found) > 1 else {}
 
 
 def rounded(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from . import nearest
 from .data.batches import epoch
 from .methods.base import Tensors
 from .models.base import Net
@@ -118,6 +119,7 @@ class NetFlops:
 
     def __init__(self, federation: Federation, net: Net) -> None:
         self.method, self.extras = federation.method, section(federation.sent(), "extra")
+        self.nearest = federation.config.nearest
         self.net = copy.deepcopy(net).to("meta")
         self.outline = copy.deepcopy(self.net)  # what a method may look at between the passes
         self.outline.classifier = nn.Linear(net.dim, net.num_classes)
@@ -128,6 +130,7 @@ class NetFlops:
             self.context = _on_meta(self.method.prepare(client))
             self.forward = counted(self.net.eval().features, self.batch(2))[1] // 2
             self.predict = counted(self.method.predict, self.net, self.batch(2), _on_meta(self.extras))[1] // 2
+            self.predict += self.forward if self.nearest else 0
         self.steps = [counted(self.take_step, size)[1] for size in (2, 3, 4)]
 
     def batch(self, size: int) -> Tensor:
@@ -150,6 +153,8 @@ class NetFlops:
         client = Sketch(self.outline, self.extras, labels)
 
         def hooks() -> None:
+            if self.nearest:
+                nearest.report(client)
             context = self.method.prepare(client)
             for _ in range(epochs - 1):
                 context = self.method.refresh(client, context)

@@ -29,7 +29,7 @@ SCENARIOS = {
     "ag-nid": "label skew: some clients hold two of the classes, the others all",
 }
 TRAINING = ["rounds", "participation", "local_epochs", "batch_size", "weights"]
-TRAINING += ["optimizer", "lr", "momentum", "weight_decay", "balanced"]
+TRAINING += ["optimizer", "lr", "momentum", "weight_decay", "balanced", "nearest"]
 OF_THE_MACHINE = {"out", "workers", "engine", "checkpoint_every", "keep_checkpoints"}
 LISTED_CLASSES = 20
 POOLED = "All samples were brought to one place."

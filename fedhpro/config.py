@@ -89,6 +89,9 @@ class Config(BaseModel):
     exchange: Literal["auto", "model", "classifier", "prototypes", "nothing"] = Field(
         "auto", description="what of the model travels; auto: what the method asks for"
     )
+    nearest: bool = Field(
+        False, description="predict by the nearest of the clients' class means, which they send, not by the classifier"
+    )
     # hostile clients
     robust: Literal["off", "clip", "median", "trimmed", "krum", "multikrum"] = Field(
         "off", description="how models and reports are folded where clients may be hostile; off: their mean"

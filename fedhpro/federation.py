@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import accounting, attacks, data, masking, models, robust, wire
+from . import accounting, attacks, data, masking, models, nearest, robust, wire
 from .config import Config, worker_count
 from .data import sites
 from .data.autoaugment import PolicyName
@@ -43,7 +43,7 @@ Record = dict[str, Any]
 
 
 class Federation:
-    """Server, clients and engine of one run. `model`, `state` and `memories` are all that a checkpoint has to hold."""
+    """Server, clients and engine of one run. A checkpoint has to hold `model`, `state`, `nearest` and `memories`."""
 
     def __init__(self, config: Config, source: Source | None = None, grid: Any = None) -> None:
         """grid: what Flower gave its ServerApp to reach the nodes by; without it, engine=flower simulates them."""
@@ -53,6 +53,7 @@ class Federation:
         self.source = load_source(config, source)
         self.method = config.build_method()
         self.exchange = choose_exchange(config, self.method)
+        nearest.check(config, self.exchange)
         self.clients = build_clients(config, self.source, self.method)
         self.hostile = attacks.hostile_clients(config, len(self.clients))
         if config.attack == "label-flip":
@@ -85,6 +86,7 @@ class Federation:
                 weight_decay=config.weight_decay,
                 optimizer=config.optimizer,
                 balanced=config.balanced,
+                nearest=config.nearest,
             ),
             build_transform(config, self.source),
             self.clients,
@@ -103,6 +105,8 @@ class Federation:
         start = owned(self.trainer.benches[0].initial)
         self.model = {name: value for name, value in start.items() if travels(name, self.exchange)}
         self.state = owned(self.method.server_state(self.net, generator(config.seed, "server")))
+        kept = nearest.empty(self.per_round, self.net.num_classes, self.net.dim)
+        self.nearest = kept if config.nearest else {}  # class means of the clients
         self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
         check_budget(*self.memory_need(), config.memory_budget)
@@ -125,7 +129,9 @@ class Federation:
         elif workers == 0:
             self.engine = InProcess(self.trainer)
         else:
-            self.engine = WorkerPool(self.trainer, workers, self.sent(), self.upload, self._memory_forms)
+            self.engine = WorkerPool(
+                self.trainer, workers, [self.sent(), self.shown()], self.upload, self._memory_forms
+            )
         if self.config.secure and self.config.engine != "flower":
             self.engine = masking.Rehearsed(self.engine, self)
         return self
@@ -154,6 +160,8 @@ class Federation:
     @property
     def headline(self) -> str:
         """The way to predict that a run is judged by: where models stay at home, the nearest global prototype."""
+        if self.config.nearest:
+            return nearest.HEAD
         return "nearest_prototype" if self.exchange == "prototypes" else "head"
 
     def sent(self) -> Tensors:
@@ -162,6 +170,10 @@ class Federation:
         return {f"model/{name}": value for name, value in self.model.items()} | {
             f"extra/{name}": value for name, value in extras.items()
         }
+
+    def shown(self) -> Tensors:
+        """What a test needs: besides what was sent the clients' class means, which training does not."""
+        return self.sent() | {f"nearest/{name}": value for name, value in self.nearest.items()}
 
     def travelling(self) -> Tensors:
         """An upload as it would travel: masked, compressed, or as it is."""
@@ -262,7 +274,7 @@ class Federation:
         """Accuracies of the current state, as the config asks for them."""
         assert self.engine is not None
         tests = self.tests()
-        results = list(zip(tests, self.engine.evaluate(tests, self.sent(), self.memories), strict=True))
+        results = list(zip(tests, self.engine.evaluate(tests, self.shown(), self.memories), strict=True))
         untested = [{"client": test.owner, "test": test.name} for test, result in results if not result]
         record: Record = {"untested": untested} if untested else {}
         record |= _test_loss(results)
@@ -301,6 +313,7 @@ class Federation:
         """Everything that the next round depends on."""
         tensors = {f"model/{name}": value for name, value in self.model.items()}
         tensors |= {f"state/{name}": value for name, value in self.state.items()}
+        tensors |= {f"nearest/{name}": value for name, value in self.nearest.items()}
         return tensors, {"round": self.round, "stalled": self.stalled, "memories": dict(self.memories.generations)}
 
     def restore(self, tensors: Tensors, meta: Record) -> None:
@@ -308,6 +321,7 @@ class Federation:
         if (reason := wire.misfit(model, wire.schema_of(self.model))) is not None:
             raise RunError(f"the checkpoint of round {meta['round']} is of another model: {reason}")
         self.model, self.state = model, section(tensors, "state")
+        self.nearest = section(tensors, "nearest") or self.nearest
         self.memories.generations = generations_of(meta)
         self.round, self.stalled = meta["round"], meta["stalled"]
 
@@ -335,7 +349,8 @@ class Federation:
         model = section(upload, "model")
         classifier = {name: value.cpu() for name, value in model.items() if name.startswith("classifier.")}
         report = self.method.decode(section(upload, "report"), classifier)
-        fold.add(client, model, report | {"samples": upload["samples"]})
+        means = {name: value for name, value in upload.items() if name.startswith("nearest/")}
+        fold.add(client, model, report | means | {"samples": upload["samples"]})
         losses.add(section(upload, "loss"), float(upload["samples"]))
 
     def _too_few(self, came: int, asked: int) -> str | None:
@@ -359,6 +374,7 @@ class Federation:
         if not all(bool(value.isfinite().all()) for value in results):
             return False
         self.model, self.state = model, state
+        self.nearest = nearest.latest(self.nearest, section(stacked, "nearest"))
         return True
 
     def _rehearse(self) -> None:

@@ -506,6 +506,7 @@ class RunFolder:
         for name, value in state.items():
             if name.endswith("num_batches_tracked"):  # steps of this process, not of the federation
                 state[name] = torch.zeros_like(value)
+        state |= {f"instead.{name}": value for name, value in federation.nearest.items()}
         write_atomically(self.path / "model.safetensors", save(state))
         about: Record = {
             "format": 1,
@@ -520,6 +521,8 @@ class RunFolder:
             "shape": list(source.shape),
             "sha256": _sha256(self.path / "model.safetensors"),
         }
+        if federation.nearest:
+            about["nearest"] = len(federation.nearest["means"])
         if source.vocab is None:
             about["model"] |= {"stem": config.stem, "channels": source.shape[0], "image_size": source.shape[-1]}
             about |= {"mean": list(source.mean), "std": list(source.std)}

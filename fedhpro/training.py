@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from . import nearest
 from .attacks import Attack
 from .client import EVAL_BATCH, LocalClient
 from .data.batches import Transform
@@ -41,6 +42,7 @@ class LocalSettings:
     weight_decay: float
     optimizer: Literal["sgd", "adam"]
     balanced: bool = False  # cross-entropy knows how frequent each class is at the client
+    nearest: bool = False  # class means of the received model are sent along
 
     def lr_of(self, round: int) -> float:
         """The learning rate of a round, counted from 1."""
@@ -170,6 +172,7 @@ class LocalTrainer:
             net.prior.copy_((client.counts / client.counts.sum()).log())
         net.dropout.generator = generator(self.seed, "dropout", round, k)
         rng = generator(self.seed, "batches", round, k)
+        means = nearest.report(client) if settings.nearest else {}
         context, losses = self.train(client, bench, settings, settings.lr_of(round), rng)
         with torch.no_grad():
             report = self.method.report(client, context)
@@ -177,6 +180,7 @@ class LocalTrainer:
         state = bench.values
         upload = {f"model/{name}": state[name] for name in state if travels(name, self.exchange)}
         upload |= {f"report/{name}": value for name, value in report.items()}
+        upload |= {f"nearest/{name}": value for name, value in means.items()}
         upload |= {f"loss/{name}": value for name, value in losses.items()}
         upload["samples"] = torch.tensor(len(data))
         private = {f"net/{name}": state[name] for name in state if not travels(name, self.exchange)}
@@ -213,12 +217,16 @@ class LocalTrainer:
         bench.load(received, memory)
         net = bench.net.eval()
         extras, split, C = section(received, "extra"), self.on_device(f"test/{test}", self.tests[test]), net.num_classes
+        means = section(received, "nearest")
         found: dict[str, list[Tensor]] = {}
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         size = EVAL_BATCH if self.device.type == "cpu" else 4 * EVAL_BATCH
-        for x, y in zip(split.x.split(size), split.y.split(size), strict=True):
-            predicted = self.method.predict(net, self.transform.plain(x), extras)
+        for raw, y in zip(split.x.split(size), split.y.split(size), strict=True):
+            x = self.transform.plain(raw)
+            predicted = self.method.predict(net, x, extras)
             loss += cross_entropy(next(iter(predicted.values())).double(), y, reduction="sum")
+            if means:
+                predicted |= {nearest.HEAD: nearest.logits(net.features(x), **means)}
             for name, logits in predicted.items():
                 found.setdefault(name, []).append(logits.argmax(1))
         pairs = {name: split.y * C + torch.cat(classes) for name, classes in found.items()}

@@ -31,6 +31,7 @@ from .card import write_card
 from .data.text import Tokenizer, words_of
 from .errors import DataError, RunError
 from .files import safe_formats
+from .nearest import NearestMeans
 
 __all__ = [
     "FORMATS",
@@ -140,6 +141,8 @@ def load_model(run: AnyPath) -> Predictor:
     tokenizer = _read_tokenizer(folder, about) if kind == "text" else None
     try:
         net = models.build(**about["model"])
+        if about.get("nearest"):
+            net.instead = NearestMeans(about["nearest"], net.num_classes, net.dim)
         net.load_state_dict(load(content))
         predictor = Predictor(net, about, tokenizer)
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:

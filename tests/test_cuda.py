@@ -73,6 +73,7 @@ OPTIONS = [
     {"augment": "off"},
     {"momentum": 0.0},
     {"balanced": True},
+    {"nearest": True},
     {"method": "fedhpro-plus", "agreed": True},
     {"method": "fedhpro-plus", "agreed": True, "balanced": True},
 ]

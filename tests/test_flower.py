@@ -75,6 +75,11 @@ def test_hostile_clients_and_a_robust_fold_give_the_same_bits():
     assert_same(through_flower(**keys), in_this_process(**keys))
 
 
+def test_the_nearest_of_the_clients_means_gives_the_same_bits():
+    keys = {"nearest": True, "evaluation": "both", "participation": 0.67}
+    assert_same(through_flower(rounds=3, **keys), in_this_process(rounds=3, **keys))
+
+
 def test_tensors_keep_their_types_shapes_and_bits():
     tensors = {
         "mask": torch.tensor([True, False]),

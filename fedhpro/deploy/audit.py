@@ -31,7 +31,9 @@ def besides(config: Config) -> str:
 def tensors(config: Config) -> list[Record]:
     """One client's round on two random samples, taken here: names, shapes and types are those of every client."""
     federation = Federation(config)
-    rows = tensor_table(federation.sent(), federation.travelling() | confusions(federation))
+    found = confusions(federation)
+    comes = federation.shown() if found else federation.sent()
+    rows = tensor_table(comes, federation.travelling() | found)
     return sorted(rows, key=lambda row: row["direction"] != LEAVES)
 
 
@@ -42,7 +44,7 @@ def confusions(federation: Federation) -> Tensors:
     source, trainer = federation.source, federation.trainer
     blank = torch.zeros(2, *source.shape, dtype=torch.uint8 if source.vocab is None else torch.int64)
     trainer.tests["blank"] = Split(blank, torch.zeros(2, dtype=torch.int64))
-    found = trainer.evaluate("blank", None, federation.sent(), {})
+    found = trainer.evaluate("blank", None, federation.shown(), {})
     return {f"evaluation/{head}": table for head, table in found.items()}
 
 

@@ -51,6 +51,7 @@ class Test:
         return int(self.name.removeprefix(HELD_OUT)) if self.name.startswith(HELD_OUT) else self.client
 
 
+TO_TRAIN, TO_TEST = 0, 1  # forms of what is sent
 HELD_OUT = "held-out/"  # and the client's number: the name of its own test set
 Memories = Mapping[int, Tensors]
 Record = dict[str, Any]
@@ -97,13 +98,13 @@ class WorkerPool:
     ATTEMPTS = 3  # a client whose work ended so many workers is given up for this round
 
     def __init__(
-        self, trainer: LocalTrainer, workers: int, sent: Tensors, upload: Tensors, memories: Sequence[Tensors]
+        self, trainer: LocalTrainer, workers: int, sent: Sequence[Tensors], upload: Tensors, memories: Sequence[Tensors]
     ) -> None:
-        """What is sent and uploaded has one form; what is remembered, one for each architecture."""
+        """What is sent has a form for training and one for tests, what is remembered one for each architecture."""
         self.trainer = trainer
         # fork shares the data sets for free; other systems start a fresh interpreter and receive them once
         self.context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        self.sent = SharedTensors([sent])
+        self.sent = SharedTensors(sent)
         self.slots = [
             [(SharedTensors(memories), SharedTensors([upload]), SharedTensors(memories)) for _ in range(self.SLOTS)]
             for _ in range(workers)
@@ -114,7 +115,7 @@ class WorkerPool:
             self.workers.append(self._start(slots))
 
     def train(self, round: int, clients: Sequence[int], sent: Tensors, memories: Memories) -> Iterator[Answer]:
-        self._begin(sent)
+        self._begin(sent, TO_TRAIN)
         waiting = list(range(len(clients)))[::-1]
         free = [list(range(self.SLOTS)) for _ in self.workers]
         done: dict[int, tuple[int, int, Answer]] = {}
@@ -152,7 +153,7 @@ class WorkerPool:
                 turn += 1
 
     def evaluate(self, tests: Sequence[Test], sent: Tensors, memories: Memories) -> list[Tensors]:
-        self._begin(sent)
+        self._begin(sent, TO_TEST)
         waiting = list(range(len(tests)))[::-1]
         results: dict[int, Tensors] = {}
         deaths = Counter[int]()
@@ -189,12 +190,12 @@ class WorkerPool:
         for worker in self.workers:
             worker.end(patience=0.5)  # one in the middle of a client, for whom nobody waits any more, is killed
 
-    def _begin(self, sent: Tensors) -> None:
+    def _begin(self, sent: Tensors, form: int) -> None:
         for number, worker in enumerate(self.workers):
             if worker.task is not None:  # of a round that was broken off
                 worker.end()
                 self.workers[number] = self._start(self.slots[number])
-        self.sent.write(sent)
+        self.sent.write(sent, form)
 
     def _finished(self) -> Iterator[tuple[int, Task, Any]]:
         """Which workers are done with which task, and their answers; or a Death, and the worker is a new one."""
@@ -344,7 +345,7 @@ def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors
         _, round, k, slot, has_memory = message
         memory_in, upload, memory_out = slots[slot]
         kind = trainer.kind(k)
-        answer = _train(trainer, round, k, sent.form(), memory_in.form(kind) if has_memory else {})
+        answer = _train(trainer, round, k, sent.form(TO_TRAIN), memory_in.form(kind) if has_memory else {})
         if answer.error is None:  # what does not fit must not be bent into the shared memory's shapes
             answer.error = wire.misfit(answer.upload, wire.schema_of(upload.form()))
         if answer.error is None:
@@ -356,7 +357,7 @@ def _answer(trainer: LocalTrainer, message: tuple[Any, ...], sent: SharedTensors
     _, test, has_memory = message
     memory = slots[0][0].form(trainer.kind(test.client)) if has_memory else {}
     try:
-        found = trainer.evaluate(test.name, test.client, sent.form(), memory)
+        found = trainer.evaluate(test.name, test.client, sent.form(TO_TEST), memory)
         return {head: matrix.numpy() for head, matrix in found.items()}
     except Exception as error:
         return f"{type(error).__name__}: {error}"

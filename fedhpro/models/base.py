@@ -100,6 +100,7 @@ class Net(nn.Module):
         self.project = nn.Identity() if self.dim == pooled else nn.Linear(pooled, self.dim)
         self.dropout = Dropout(dropout)
         self.classifier = nn.Linear(self.dim, spec.num_classes)
+        self.instead: nn.Module | None = None  # of the classifier, where a trained model is used (nearest.py)
 
     def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         """One pass of the backbone: outputs at five depths, each before its last ReLU, and the feature vector.
@@ -143,4 +144,4 @@ class Net(nn.Module):
         return logits + self.prior if self.training and self.prior is not None else logits
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classify(self.features(x))
+        return self.classify(self.features(x)) if self.instead is None else self.instead(self.features(x))
