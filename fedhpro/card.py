@@ -37,6 +37,10 @@ KEPT = (
     "Samples did not leave the clients. What they sent instead, models and what the method reports, can still "
     "reveal something about the samples: this card claims no protection beyond that."
 )
+MEANS = (
+    "model.safetensors holds the class means of single clients (`nearest`): whoever has the file has them, and the "
+    "mean of few samples tells much about these."
+)
 VOCABULARY = "The vocabulary does hold words of the clients' texts: it was counted over all of them in one place."
 
 
@@ -194,8 +198,11 @@ def _traffic(config: Facts, facts: Facts, result: Facts) -> str:
         ("sent by the clients, all rounds", _bytes(result.get("bytes_up"))),
         ("received by the clients, all rounds", _bytes(result.get("bytes_down"))),
     ]
-    vocabulary = VOCABULARY if facts["kind"] == "text" and not _pools_data(facts) else ""
-    return "\n\n".join(part for part in (_table(("", ""), rows), samples, vocabulary) if part)
+    held = [
+        MEANS if config.get("nearest") else "",
+        VOCABULARY if facts["kind"] == "text" and not _pools_data(facts) else "",
+    ]
+    return "\n\n".join(part for part in (_table(("", ""), rows), samples, *held) if part)
 
 
 def _pools_data(facts: Facts) -> bool:

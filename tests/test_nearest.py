@@ -106,6 +106,7 @@ def test_what_it_does_not_go_with(tiny_source, keys, words):
         Federation(configure(**(KEYS | keys)), tiny_source)
 
 
-def test_the_config_is_kept(tiny_source, tmp_path):
+def test_the_config_and_the_card_say_so(tiny_source, tmp_path):
     done = runs.run(configure(**KEYS, out=str(tmp_path / "run")), source=tiny_source)
     assert configuration.load(done.folder).nearest
+    assert "class means of single clients" in (done.folder / "MODEL_CARD.md").read_text()
