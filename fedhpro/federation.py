@@ -105,8 +105,8 @@ class Federation:
         start = owned(self.trainer.benches[0].initial)
         self.model = {name: value for name, value in start.items() if travels(name, self.exchange)}
         self.state = owned(self.method.server_state(self.net, generator(config.seed, "server")))
-        kept = nearest.empty(self.per_round, self.net.num_classes, self.net.dim)
-        self.nearest = kept if config.nearest else {}  # class means of the clients
+        sizes = self.per_round, self.net.num_classes, self.net.dim
+        self.nearest = nearest.empty(*sizes) if config.nearest else {}  # class means of the clients
         self.memories = ClientMemories()  # in a temporary folder; a run puts them into its own
         self._rehearse()
         check_budget(*self.memory_need(), config.memory_budget)
