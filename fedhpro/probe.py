@@ -81,7 +81,9 @@ def local_accuracies(run: str | Path, source: Source | None = None) -> list[floa
             upload, _ = trainer.update(federation.round, k, sent, federation.memories.get(k, {}))
             model = {name: value for name, value in upload.items() if name.startswith("model/")}
             tests = [name for name in trainer.tests if name.startswith("server/")]
-            matrices = [trainer.evaluate(test, None, sent | model, {})[federation.headline] for test in tests]
+            matrices = [
+                trainer.evaluate(test, None, federation.shown() | model, {})[federation.headline] for test in tests
+            ]
         found.append(accuracy(torch.stack(matrices).sum(0)))
     return found
 

@@ -9,7 +9,7 @@ from fedhpro import nearest, runs, use
 from fedhpro.config import configure
 from fedhpro.errors import ConfigError
 from fedhpro.federation import Federation
-from fedhpro.probe import features
+from fedhpro.probe import features, local_accuracies
 
 KEYS = TINY | {"method": "fedavg", "nearest": True}
 
@@ -110,3 +110,4 @@ def test_the_config_and_the_card_say_so(tiny_source, tmp_path):
     done = runs.run(configure(**KEYS, out=str(tmp_path / "run")), source=tiny_source)
     assert configuration.load(done.folder).nearest
     assert "class means of single clients" in (done.folder / "MODEL_CARD.md").read_text()
+    assert len(local_accuracies(done.folder, tiny_source)) == 3  # each client's own model is tested alike
