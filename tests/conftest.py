@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and tests send it
 
 import pytest
 import torch
