@@ -6,7 +6,6 @@ import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and tests send it
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fedhpro import cli
 from fedhpro.data.sources import Domain, Source, Split
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and tests send it
 
 # keys of a run that takes about a second
 TINY = {
