@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fedhpro import config as configuration
 from fedhpro import equations as eq
-from fedhpro.federation import Federation
 from fedhpro.heads import Part, compared, final_features
+from fedhpro.randomness import generator
 from fedhpro.training import section
 
 
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def examine(run: Path) -> dict[str, Any]:
-    start = Federation(configuration.load(run).replace(engine="cpu", precision="auto")).state.get("S")
     federation, tensors, parts, tests = final_features(run)
+    start = federation.method.server_state(federation.net, generator(federation.config.seed, "server")).get("S")
     h = federation.net.classifier
     found: dict[str, Any] = {"heads": compared(parts, tests, h.weight.detach(), h.bias.detach())}
     if "state/S" in tensors and start is not None:

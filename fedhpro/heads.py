@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import equations as eq
+from . import nearest
 from .data.sources import Source
 from .errors import RunError
 from .evaluation import mean
@@ -67,11 +68,10 @@ def compared(parts: Sequence[Part], tests: dict[str, Part], weight: Tensor, bias
     each_alike = torch.cat([torch.full_like(own, 1 / len(own), dtype=z.dtype) for _, own in parts])
     means, counts = _stacked([eq.class_means(*part, C) for part in parts])
     hard, _ = _stacked([hard_means(*part, *h) for part in parts])
-    held, pooled = counts > 0, eq.class_means(z, y, C)[0]
-    near, labels = means[held], classes.expand(held.shape)[held]
+    held, (pooled, samples) = counts > 0, eq.class_means(z, y, C)
 
     def score(W: Tensor, b: Tensor) -> float:
-        return _accuracy(tests, lambda features: F.linear(features, W, b).argmax(1))
+        return _accuracy(tests, lambda features: F.linear(features, W, b))
 
     rng = [torch.Generator().manual_seed(draw) for draw in range(DRAWS)]
     mixed = [torch.stack([mixture(*part, C, each) for part in parts]) for each in rng]
@@ -83,8 +83,8 @@ def compared(parts: Sequence[Part], tests: dict[str, Part], weight: Tensor, bias
         mean([score(*refitted(points, held, *h)) for points in mixed]),
         score(*fit(z, y, None, *h)),
         score(*fit(z, y, each_alike, *h)),
-        _accuracy(tests, lambda features: labels[torch.cdist(features, near).argmin(1)]),
-        _accuracy(tests, lambda features: torch.cdist(features, pooled).argmin(1)),
+        _accuracy(tests, lambda features: nearest.logits(features, means, counts)),
+        _accuracy(tests, lambda features: nearest.logits(features, pooled[None], samples[None])),
         100 * float((F.linear(z, *h).argmax(1) == y).float().mean()),
     )
     return dict(zip(NAMES, found, strict=True))
@@ -102,5 +102,5 @@ def _stacked(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack(points), torch.stack(counts)
 
 
-def _accuracy(tests: dict[str, Part], predict: Callable[[Tensor], Tensor]) -> float:
-    return mean([100 * float((predict(z) == y).float().mean()) for z, y in tests.values()])
+def _accuracy(tests: dict[str, Part], logits: Callable[[Tensor], Tensor]) -> float:
+    return mean([100 * float((logits(z).argmax(1) == y).float().mean()) for z, y in tests.values()])

@@ -9,6 +9,7 @@ those of the last round beside the model. Training does not change.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Config
@@ -41,7 +42,7 @@ def logits(z: Tensor, means: Tensor, counts: Tensor) -> Tensor:
     """[n, C]: of each class the largest -|z - m_k|^2 / 2 of any client k, without |z|^2 / 2, which all have alike."""
     K, C, d = means.shape
     there = torch.where(counts > 0, -means.square().sum(2) / 2, -torch.inf)
-    return (torch.nn.functional.linear(z, means.reshape(K * C, d)).view(-1, K, C) + there).amax(1)
+    return (F.linear(z, means.reshape(K * C, d)).view(-1, K, C) + there).amax(1)
 
 
 class NearestMeans(nn.Module):

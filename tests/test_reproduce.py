@@ -26,8 +26,7 @@ from fedhpro.evaluation import fairness, rounds_to_accuracy, speed_up
 from fedhpro.report.experiments import experiments_page
 from fedhpro.report.reading import read_run
 
-OURS = ("robustness", "robustness-reports", "plus", "anchors", "heads")  # not of the paper
-NAMES = [name for name in reproduce.names() if name not in OURS]
+NAMES = reproduce.names()
 PAPER = [*(f"table{n}" for n in range(1, 7)), *(f"figure{n}" for n in (1, 2, 3, 4, 6, 7, 8))]
 PAPER += ["label-skew", "quantity-skew", "domain-skew", "convergence", "clients", "epochs", "feature-width"]
 PAPER += ["prototype-only", "fairness", "heterogeneous-models", "ag-news", "sun397"]
