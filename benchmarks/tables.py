@@ -37,14 +37,22 @@ PAPER = {  # Table "Domain Skew" of its appendix, AVG
         "fedavg": 78.82, "fedprox": 79.01, "moon": 76.74, "fedproto": 80.41, "fedtgp": 81.67, "fedgmkd": 81.83,
         "fedrcl": 79.67, "fedsa": 82.54, "fedhpro": 84.80,
     },
-    "cifar10-lt-100": {  # and its table for quantity skew
+    "cifar10-lt-10": {  # and its table for quantity skew
+        "fedavg": 75.54, "fedprox": 75.15, "moon": 76.11, "fedproto": 75.81, "fedtgp": 76.27, "fedgmkd": 76.83,
+        "fedrcl": 76.60, "fedsa": 76.75, "fedhpro": 78.62,
+    },
+    "cifar10-lt-50": {
+        "fedavg": 69.05, "fedprox": 69.23, "moon": 69.70, "fedproto": 69.43, "fedtgp": 71.36, "fedgmkd": 71.21,
+        "fedrcl": 71.55, "fedsa": 72.30, "fedhpro": 74.69,
+    },
+    "cifar10-lt-100": {
         "fedavg": 60.79, "fedprox": 60.86, "moon": 60.91, "fedproto": 60.37, "fedtgp": 61.94, "fedgmkd": 62.13,
         "fedrcl": 62.41, "fedsa": 62.48, "fedhpro": 64.75,
     },
 }  # fmt: skip
 CURVES = {"fedavg": "#999999", "fedrcl": "#D55E00", "fedsa": "#009E73", "fedhpro": "#0072B2", "fedhpro-M0": "#56B4E9",
           "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#000000",
-          "fedavg-balanced": "#000000", "released": "#E69F00"}  # fmt: skip
+          "fedavg-balanced": "#000000", "released": "#E69F00", "fedproto": "#CC79A7"}  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py kept
 
 
@@ -165,7 +173,7 @@ def draw(paths: list[Path], target: Path, label: str, plot: Callable[[Any, Runs]
     """Curves over the rounds, a panel for each file."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(max(10.0, 5.0 * len(paths)), 3.8), layout="constrained")
     for axes, path in zip(figure.subplots(1, len(paths), squeeze=False)[0], paths, strict=True):
         plot(axes, read(path))
         axes.set(title=path.stem, xlabel="round", ylabel=label)
