@@ -51,8 +51,9 @@ PAPER = {  # Table "Domain Skew" of its appendix, AVG
     },
 }  # fmt: skip
 CURVES = {"fedavg": "#999999", "fedrcl": "#D55E00", "fedsa": "#009E73", "fedhpro": "#0072B2", "fedhpro-M0": "#56B4E9",
-          "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#000000",
-          "fedavg-balanced": "#000000", "released": "#E69F00", "fedproto": "#CC79A7"}  # fmt: skip
+          "fedhpro-I1-M0": "#CC79A7", "fedhpro-I1-M0-blocks": "#E69F00", "fedhpro-plus": "#882255",
+          "fedhpro-plus-vote": "#000000", "fedavg-balanced": "#000000", "released": "#E69F00",
+          "fedproto": "#CC79A7"}  # fmt: skip
 Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py kept
 
 
@@ -102,6 +103,7 @@ def table(path: Path) -> str:
 
 def differences(path: Path, others: list[str]) -> str:
     runs = read(path)
+    others = [other for other in others if other in runs]
     lines = [f"| final minus that of | {' | '.join(others)} |", "|---" * (len(others) + 1) + "|"]
     for name, seeds in runs.items():
         cells = []

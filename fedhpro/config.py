@@ -207,6 +207,8 @@ def configure(**keys: Any) -> Config:
     own = method_keys(method)
     if keys.get("model") == "textcnn" and "contrasted" in own:  # it has no depths to contrast
         keys = {"contrasted": False} | keys
+    if keys.get("privacy", "off") != "off" and "agreed" in own:  # a vote would drown in noise
+        keys = {"agreed": False} | keys
     known = [name for name in Config.model_fields if name != "parameters"]
     for name in keys:
         if name not in known and name not in own:

@@ -74,8 +74,9 @@ OPTIONS = [
     {"momentum": 0.0},
     {"balanced": True},
     {"nearest": True},
-    {"method": "fedhpro-plus", "agreed": True},
-    {"method": "fedhpro-plus", "agreed": True, "balanced": True},
+    {"method": "fedhpro-plus"},
+    {"method": "fedhpro-plus", "balanced": True},
+    {"method": "fedhpro-plus", "agreed": False},
 ]
 
 

@@ -33,7 +33,7 @@ def test_strength_is_how_evenly_labels_are_spread(counts, strength):
 
 
 def test_loss_by_hand():
-    terms, z, y, context = terms_of(FedHProPlus(), {})
+    terms, z, y, context = terms_of(FedHProPlus(agreed=False), {})
     C, d = context["anchors"].shape
     ce, hpal = 0.0, 0.0
     for feature, label in zip(z.detach().double().tolist(), y.tolist(), strict=True):
@@ -52,8 +52,8 @@ def test_loss_by_hand():
 
 @pytest.mark.parametrize("pro, wanted", [(1.0, True), (0.9, True), (0.89, False), (0.0, False)])
 def test_all_align_and_contrast_or_all_have_a_margin_and_balanced_cross_entropy(pro, wanted):
-    alone = terms_of(FedHProPlus(), {})[0]
-    terms, z, y, context = terms_of(FedHProPlus(agreed=True), {"votes": torch.tensor([1000 * pro, 1000])})
+    alone = terms_of(FedHProPlus(agreed=False), {})[0]
+    terms, z, y, context = terms_of(FedHProPlus(), {"votes": torch.tensor([1000 * pro, 1000])})
     if wanted:
         assert terms == alone | {"margin": 0}
         return
@@ -77,7 +77,7 @@ def test_all_align_and_contrast_or_all_have_a_margin_and_balanced_cross_entropy(
 
 def test_the_margin_ends_where_it_is_reached_and_a_client_of_one_class_has_none():
     d, y = 128, torch.arange(4)
-    method, anchors = FedHProPlus(agreed=True, contrasted=False), frame(4, d)
+    method, anchors = FedHProPlus(contrasted=False), frame(4, d)
     net = SimpleNamespace(dim=d, features=lambda z: z, balanced=lambda logits: logits)
 
     def margin(z, y, counts):
@@ -90,7 +90,7 @@ def test_the_margin_ends_where_it_is_reached_and_a_client_of_one_class_has_none(
 
 
 def test_clients_vote_with_their_samples_in_all_rounds_so_far():
-    method, model = FedHProPlus(classifier="trained", agreed=True), {}
+    method, model = FedHProPlus(classifier="trained"), {}
     state = {"votes": torch.zeros(2)}
     assert method.broadcast(state)["pro"] == 0  # nobody has voted yet
     reports = {"vote": torch.tensor([1.0, 0.0]), "samples": torch.tensor([30, 10])}
@@ -102,7 +102,7 @@ def test_clients_vote_with_their_samples_in_all_rounds_so_far():
 
 
 def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_source):
-    _, _, federation = run(tiny_source, method="fedhpro-plus")
+    _, _, federation = run(tiny_source, method="fedhpro-plus", agreed=False)
     W, b = federation.model["classifier.weight"], federation.model["classifier.bias"]
     torch.testing.assert_close(W, frame(*W.shape) / W.shape[1] ** 0.5)
     assert not b.any() and not [name for name in federation.schema if name.startswith("report/")]
@@ -112,7 +112,7 @@ def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_so
 
 
 def test_votes_are_counted_in_a_federation(tiny_source):
-    _, _, federation = run(tiny_source, method="fedhpro-plus", agreed=True)
+    _, _, federation = run(tiny_source, method="fedhpro-plus")
     held = [torch.bincount(client.train.to(torch.device("cpu")).y, minlength=4) for client in federation.clients]
     votes = [counts.sum() * (mixture(counts) >= 0.5) for counts in held]
     assert federation.state["votes"].tolist() == [sum(votes) * 2, sum(federation.sizes) * 2]  # in two rounds
@@ -124,9 +124,9 @@ def test_a_vote_against_leaves_balanced_cross_entropy_and_a_margin_and_one_for_i
 ):
     keys = {"method": "fedhpro-plus", "classifier": classifier, "lam_margin": 0.0}
     monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)  # more than all
-    against = run(tiny_source, agreed=True, **keys)[2].model
-    bare = run(tiny_source, balanced=True, aligned=False, contrasted=False, **keys)[2].model
-    both = run(tiny_source, agreed=True, balanced=True, **keys)[2].model  # balanced once, not twice
+    against = run(tiny_source, **keys)[2].model
+    bare = run(tiny_source, agreed=False, balanced=True, aligned=False, contrasted=False, **keys)[2].model
+    both = run(tiny_source, balanced=True, **keys)[2].model  # balanced once, not twice
     monkeypatch.setattr(fedhpro_plus, "MAJORITY", 0.0)
     pro, silent = (run(tiny_source, agreed=agreed, **keys)[2].model for agreed in (True, False))
     for name, value in bare.items():
@@ -134,13 +134,13 @@ def test_a_vote_against_leaves_balanced_cross_entropy_and_a_margin_and_one_for_i
         assert torch.equal(pro[name], silent[name])
     assert any(not torch.equal(against[name], silent[name]) for name in bare)
     monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)
-    margined = run(tiny_source, agreed=True, **keys | {"lam_margin": 0.9})[2].model
+    margined = run(tiny_source, **keys | {"lam_margin": 0.9})[2].model
     assert any(not torch.equal(against[name], margined[name]) for name in bare)
 
 
 @pytest.mark.parametrize("host, without", [("fedrcl", {}), ("fedavg", {"contrasted": False})])
 def test_without_anchors_it_is_fedrcl_and_without_contrast_fedavg(tiny_source, host, without):
-    keys = {"method": "fedhpro-plus", "classifier": "trained", "aligned": False} | without
+    keys = {"method": "fedhpro-plus", "classifier": "trained", "aligned": False, "agreed": False} | without
     ours, theirs = run(tiny_source, **keys)[2], run(tiny_source, method=host)[2]
     assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
 
@@ -161,3 +161,10 @@ def test_texts_have_no_depths_to_contrast():
     assert not configure(method="fedhpro-plus", data="docs-lite").build_method().contrasted
     assert configure(method="fedhpro-plus").build_method().contrasted
     assert configure(method="fedhpro-plus", data="docs-lite", contrasted=True).build_method().contrasted
+
+
+def test_with_noise_there_is_no_vote_unless_somebody_asks_for_one():
+    assert configure(method="fedhpro-plus").build_method().agreed
+    private = {"method": "fedhpro-plus", "privacy": "central", "noise": 1.0, "clip": 1.0}
+    assert not configure(**private).build_method().agreed
+    assert configure(**private, agreed=True).build_method().agreed  # which the federation then refuses

@@ -56,6 +56,13 @@ def test_tables_show_what_was_measured(results, page):
             assert tables.spread([measure(run) for run in seeds.values()]) in written, (name, measure)
 
 
+@pytest.mark.parametrize(("results", "page"), [("digits-lite-quarter", "plus"), ("digits-lite-quarter-labels", "plus")])
+def test_pages_show_final_accuracies(results, page):
+    written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for name, seeds in tables.read(ROOT / "results" / f"{results}.jsonl").items():
+        assert tables.spread([tables.final(run) for run in seeds.values()]) in written, name
+
+
 @pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
 def test_rounds_and_fairness_show_what_was_measured(results, wanted):
     written = (ROOT / "docs/RESULTS.md").read_text(encoding="utf-8")
@@ -130,7 +137,7 @@ from fedhpro.methods import fedhpro_plus
 from safetensors.torch import load_file
 tiny, out = json.loads(sys.argv[1]), sys.argv[2]
 anchors = {"method": "frames", "I": 1, "M": 0, "hyper_init": "blocks", "uplink": "off", "hpcl": "off", "relaxed": 1.0}
-plus = {"method": "fedhpro-plus"}
+plus = {"method": "fedhpro-plus", "agreed": False}
 pairs = [
     ({"method": "frames"}, {"method": "fedhpro"}),
     (anchors | {"classifier": "anchors"}, plus),

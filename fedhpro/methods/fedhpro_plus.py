@@ -2,8 +2,8 @@
 
 Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
 the classifier as well, which nobody trains, and batches are contrasted at five depths. Where clients lack classes
-alignment does harm, so they can vote on it, and have FedSA's margin instead, which ends where it has been reached.
-Everybody can compute the anchors: the model travels and nothing else.
+alignment does harm, so they vote on it, and may have FedSA's margin instead, which ends where it has been reached.
+Everybody can compute the anchors: besides the model nothing travels but the vote.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FedHProPlus(FedRCL):
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
     contrasted: bool = True  # FedRCL's contrast and penalty
-    agreed: bool = False  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
+    agreed: bool = True  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
     lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
