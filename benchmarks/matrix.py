@@ -30,7 +30,9 @@ from fedhpro.runs import RunFolder
 def one(name: str, keys: dict[str, Any], out: Path, share: tuple[int, int] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     use_of_gpu(share[0] if share else None)
-    if share and keys.get("engine") == "cuda":
+    if keys.get("engine") != "cuda":
+        keys = {"workers": 0} | keys  # these processes may have no others
+    elif share:
         keys = {"workers": share[1]} | keys
     import torch
 

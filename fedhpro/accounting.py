@@ -121,6 +121,8 @@ class NetFlops:
         self.method, self.extras = federation.method, section(federation.sent(), "extra")
         self.nearest = federation.config.nearest
         self.net = copy.deepcopy(net).to("meta")
+        if net.prior is not None:  # no part of the model, so that it stays behind
+            self.net.prior = net.prior.to("meta")
         self.outline = copy.deepcopy(self.net)  # what a method may look at between the passes
         self.outline.classifier = nn.Linear(net.dim, net.num_classes)
         shape, self.text = federation.source.shape, federation.source.vocab is not None

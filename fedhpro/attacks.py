@@ -66,7 +66,7 @@ class Attack:
             if self.kind in ON_MODELS and name.startswith("model/"):
                 spoilt[name] = self.moved(value, received[name].to(value.device), rng)
             elif self.kind == "poison" and name.startswith("report/") and value.is_floating_point():
-                spoilt[name] = self.scale * value.roll(1, 0)
+                spoilt[name] = self.scale * value.roll(1, 0) if value.dim() else 1 - value  # a vote is turned round
         return wire.non_negative(spoilt)
 
     def moved(self, value: Tensor, start: Tensor, rng: torch.Generator) -> Tensor:

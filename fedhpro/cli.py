@@ -27,6 +27,7 @@ from .config import (
     method_types,
     names_and_keys,
     parse,
+    without_effect,
 )
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
@@ -71,7 +72,7 @@ def run(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(help="paper or released: the settings of the paper, of its code.", rich_help_panel="What"),
+        typer.Option(help="paper, released or plus: of the paper, of its code, our own.", rich_help_panel="What"),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(help="Communication rounds. \\[default: 15]", rich_help_panel="How")
@@ -113,7 +114,10 @@ def run(
     if list_keys:
         _print_keys(configure(**settings))
         return
-    _train(configure(**settings), quiet, as_json, track)
+    config = configure(**settings)
+    for sentence in without_effect(config, settings):
+        err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _train(config, quiet, as_json, track)
 
 
 @app.command()
@@ -191,9 +195,18 @@ def compare(
         print(json.dumps(found.rows(), indent=2))
     else:
         out.print(comparison.table(found))
-        out.print(f"saved in {found.folder}: report.html, comparison.md, comparison.json, curves.png", highlight=False)
-    if not found.whole:
-        raise typer.Exit(130)
+        written = ("report.html", "comparison.md", "comparison.json", "curves.png")
+        files = ", ".join(name for name in written if (found.folder / name).exists())
+        out.print(f"saved in {found.folder}: {files}", highlight=False, soft_wrap=True)
+    if found.finished < (wanted := len(rows) * len(found.seeds)):
+        err.print(
+            f"{'some runs failed' if found.whole else 'interrupted'}: {found.finished} of {wanted} are finished, "
+            f"and the table has only these; the same command with --out {found.folder} goes on",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(1 if found.whole else 130)
 
 
 @app.command()
@@ -415,7 +428,11 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     if (sentence := trouble(result)) is not None:
         err.print(sentence, style="yellow", highlight=False, soft_wrap=True)
     if result.status == "interrupted":
-        err.print(f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`")
+        err.print(
+            f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`",
+            markup=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(130)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, configure, parse
-from .errors import ConfigError
+from .errors import ConfigError, FederationStalled
 from .evaluation import AVG, headline
 from .files import write_atomically
 from .matrix import Say, is_done, run_all
@@ -37,17 +37,23 @@ def entries(names: Sequence[str], common: dict[str, Any], control: bool = True) 
     if control:
         for position, entry in reversed(list(enumerate(found))):
             config = configure(**(common | entry.keys))
-            frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
-            if config.method == "fedhpro" and config.parameters["M"] > 0 and frozen not in found:
-                found.insert(position + 1, frozen)
-    if len({entry.label for entry in found}) < len(found):
-        raise ConfigError("a method is given twice with the same settings")
+            if config.method == "fedhpro" and config.parameters["M"] > 0:
+                frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
+                if configure(**(common | frozen.keys)) not in [configure(**(common | other.keys)) for other in found]:
+                    found.insert(position + 1, frozen)
+    for number, entry in enumerate(found):
+        for other in found[:number]:
+            if entry.label == other.label or configure(**(common | entry.keys)) == configure(**(common | other.keys)):
+                raise ConfigError(f"a method is given twice with the same settings: {other.label} and {entry.label}")
     return found
 
 
 def _entry(text: str) -> Entry:
     method, _, settings = text.partition(":")
     keys = parse(settings.split(",")) if settings else {}
+    for name in ("method", "seed", "out"):
+        if name in keys:
+            raise ConfigError(f"{text}: {name} is not a setting of a row: methods and --seeds and --out say it")
     return Entry(_label(method, keys), {"method": method} | keys)
 
 
@@ -79,9 +85,12 @@ def compare(
     else:
         for number, (row, config) in enumerate(configs, start=1):
             title = f"{number} of {len(configs)}: {row.label}, seed {config.seed}"
-            if not is_done(config) and start(config, title).status != "finished":
-                whole = False
-                break
+            try:
+                if not is_done(config) and start(config, title).status != "finished":
+                    whole = False
+                    break
+            except FederationStalled as error:  # the others go on
+                say(config, f"failed: {error}")
     results: dict[str, list[Result]] = {row.label: [] for row in rows}
     for row, config in configs:
         if (Path(config.out) / "config.toml").is_file():
@@ -96,16 +105,21 @@ class Comparison:
     results: dict[str, list[Result]]
     whole: bool = True  # False: it was interrupted
 
+    @property
+    def finished(self) -> int:
+        return sum(result.status == "finished" for results in self.results.values() for result in results)
+
     def rows(self) -> list[dict[str, Any]]:
         """Per method: final accuracy of each domain, and final, best and last5 of AVG, as (mean, std) over seeds."""
         found = []
         for label, results in self.results.items():
-            done = [result for result in results if result.accuracy]
+            done = [result for result in results if result.accuracy and result.status == "finished"]
             if not done:
                 continue
             row: dict[str, Any] = {"method": label, "seeds": [result.config.seed for result in done]}
             for key in done[0].accuracy:
-                row[key] = _spread([result.accuracy[key] for result in done])
+                if all(key in result.accuracy for result in done):  # of models at home, who never took part has none
+                    row[key] = _spread([result.accuracy[key] for result in done])
             for name in ("best", "last5"):
                 row[name] = _spread([headline(result.history)[name] for result in done])
             found.append(row)
@@ -114,11 +128,11 @@ class Comparison:
     def markdown(self) -> str:
         rows = self.rows()
         if not rows:
-            return "no run has an evaluated round\n"
-        keys = [key for key in rows[0] if key not in ("method", "seeds")]
+            return "no run is finished and has an evaluated round\n"
+        keys = columns(rows)
         titles = ["method", *(TITLES.get(key, key) for key in keys)]
         lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * len(keys) + "|"]
-        lines += ["| " + " | ".join([row["method"], *(show(row[key]) for key in keys)]) + " |" for row in rows]
+        lines += ["| " + " | ".join([row["method"], *(show(row.get(key)) for key in keys)]) + " |" for row in rows]
         return "\n".join(lines) + "\n"
 
     def save(self) -> None:
@@ -135,7 +149,16 @@ class Comparison:
 TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five"}
 
 
-def show(spread: tuple[float, float | None]) -> str:
+def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Those of any row, the domains first."""
+    found = dict.fromkeys(key for row in rows for key in row)
+    last = [key for key in (AVG, "best", "last5") if key in found]
+    return [key for key in found if key not in ("method", "seeds", *last)] + last
+
+
+def show(spread: tuple[float, float | None] | None) -> str:
+    if spread is None:
+        return "–"
     mean, std = spread
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
@@ -155,10 +178,10 @@ def table(comparison: Comparison) -> Any:
     rows = comparison.rows()
     seeds = ", ".join(map(str, comparison.seeds))
     found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
-    keys = [key for key in rows[0] if key not in ("method", "seeds")] if rows else []
+    keys = columns(rows)
     found.add_column("method", style="bold", overflow="fold")  # a name is broken rather than cut short
     for key in keys:
         found.add_column(TITLES.get(key, key), justify="right", style="green" if key == AVG else "")
     for row in rows:
-        found.add_row(row["method"], *(show(row[key]) for key in keys))
+        found.add_row(row["method"], *(show(row.get(key)) for key in keys))
     return found

@@ -215,6 +215,10 @@ def configure(**keys: Any) -> Config:
             raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
     for name, allowed in (("data", [*SOURCES, *own_data(keys)]), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
+            if name == "data" and (kind := _kind_of_file(str(keys[name]))):
+                raise ConfigError(
+                    f"there is no data {keys[name]!r}, but a {kind} of this name: data={kind}:{keys[name]}"
+                )
             raise ConfigError(f"there is no {name} {keys[name]!r}{closest(str(keys[name]), allowed)}")
     keys = {name: None if value == "none" else value for name, value in keys.items()}
     try:
@@ -234,10 +238,33 @@ def configure(**keys: Any) -> Config:
     return config
 
 
+def without_effect(config: Config, given: Iterable[str]) -> list[str]:
+    """Of the keys that somebody gave: those that this run does not look at, each in a sentence."""
+    cut = f"scenario={config.scenario}"
+    unused = {
+        "alpha": ("nid1" not in config.scenario, cut),
+        "clients": (config.scenario in ("domains", "nid2") and config.data != SITES, cut),
+        "clients_per_domain": (config.scenario != "domains", cut),
+        "shards_per_client": (config.scenario != "shards", cut),
+        "attack_share": (config.attack == "off", "attack=off"),
+        "attack_scale": (config.attack == "off", "attack=off"),
+        "robust_share": (config.robust == "off", "robust=off"),
+        "local_epochs": (config.local_steps is not None, f"local_steps={config.local_steps}"),
+    }
+    return [f"{name} has no effect with {unused[name][1]}" for name in given if unused.get(name, (False, ""))[0]]
+
+
 def own_data(keys: Mapping[str, Any]) -> list[str]:
     """`folder:PATH` and `csv:PATH` are data too, `python:NAME`, a source that a program handed over, and `sites`."""
     name = str(keys.get("data"))
     return [name] if name.startswith(("folder:", "csv:", "python:")) or name == SITES else []
+
+
+def _kind_of_file(name: str) -> str | None:
+    try:
+        return "folder" if Path(name).is_dir() else "csv" if Path(name).is_file() else None
+    except (OSError, ValueError):  # no name of a file at all
+        return None
 
 
 def method_keys(method: str) -> dict[str, Any]:
@@ -265,7 +292,8 @@ def describe_type(hint: Any) -> str:
     """How a person would say it: one of the choices, or the kind of number."""
     if choices := get_args(hint):
         return "|".join(
-            "none" if choice is type(None) else getattr(choice, "__name__", str(choice)) for choice in choices
+            "none" if choice is type(None) else describe_type(choice) if not isinstance(choice, str) else choice
+            for choice in choices
         )
     return str(getattr(hint, "__name__", hint))
 

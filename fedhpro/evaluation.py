@@ -70,7 +70,7 @@ def client_summary(accuracies: dict[int, float], samples: dict[int, int]) -> dic
 
 def headline(history: Sequence[dict[str, Any]], key: str = AVG, group: str = "accuracy") -> dict[str, Any]:
     """final, best (and its round) and last5 (mean of the last five evaluations) of an accuracy."""
-    points = [(record["round"], record[group][key]) for record in history if group in record]
+    points = [(record["round"], record[group][key]) for record in _complete(history, group) if key in record[group]]
     if not points:
         return {}
     best_round, best = max(points, key=lambda point: (point[1], -point[0]))
@@ -80,7 +80,15 @@ def headline(history: Sequence[dict[str, Any]], key: str = AVG, group: str = "ac
 
 def rounds_to_accuracy(history: Sequence[dict[str, Any]], wanted: float, key: str = AVG) -> int | None:
     """The first round whose accuracy is at least the wanted one; None where no evaluated round has it."""
-    return next((r["round"] for r in history if r.get("accuracy") and r["accuracy"][key] >= wanted), None)
+    return next((r["round"] for r in _complete(history) if r["accuracy"][key] >= wanted), None)
+
+
+def _complete(history: Sequence[dict[str, Any]], group: str = "accuracy") -> list[dict[str, Any]]:
+    """Evaluated rounds with all domains of the last one. Where models stay at the clients only those are tested that
+    have taken part, and a mean over fewer domains is another number.
+    """
+    evaluated = [record for record in history if record.get(group)]
+    return [record for record in evaluated if record[group].keys() >= evaluated[-1][group].keys()]
 
 
 def speed_up(rounds: float, of_fedavg: float) -> float:

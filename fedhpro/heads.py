@@ -52,7 +52,8 @@ def final_features(
 ) -> tuple[Federation, Tensors, list[Part], dict[str, Part]]:
     """A run's federation and last checkpoint, and the features of its global model: each client's, each test set's."""
     federation, tensors = restored(Path(run), source)
-    tests = {name: samples for name, samples in federation.trainer.tests.items() if len(samples)}
+    there = {name: samples for name, samples in federation.trainer.tests.items() if len(samples)}
+    tests = {name: samples for name, samples in there.items() if name.startswith("server/")} or there
     if not tests or not federation.clients:
         raise RunError(f"{run} has no samples here to test a classifier on")
 
@@ -77,7 +78,7 @@ def compared(parts: Sequence[Part], tests: dict[str, Part], weight: Tensor, bias
     mixed = [torch.stack([mixture(*part, C, each) for part in parts]) for each in rng]
     found = (
         score(*h),
-        score(*fit(pooled, classes, None, *h)),
+        score(*fit(pooled[samples > 0], classes[samples > 0], None, *h)),
         score(*refitted(means, held, *h)),
         score(*refitted(hard, held, *h)),
         mean([score(*refitted(points, held, *h)) for points in mixed]),

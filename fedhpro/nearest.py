@@ -31,10 +31,14 @@ def empty(clients: int, classes: int, dim: int) -> Tensors:
 
 
 def latest(kept: Tensors, reports: Tensors) -> Tensors:
-    """Those of a round's uploads, in the form in which they are kept; who is missing holds no class."""
+    """Those of a round's uploads, in the form in which they are kept; a class that nobody holds stays as it was."""
     found = {name: torch.zeros_like(value) for name, value in kept.items()}
     for name, value in found.items():
         value[: len(reports[name])] = reports[name]
+    if found:  # with nearest=true
+        nobody = ~(found["counts"] > 0).any(0)
+        for name, value in found.items():
+            value[:, nobody] = kept[name][:, nobody]
     return found
 
 

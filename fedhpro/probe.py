@@ -98,6 +98,10 @@ def restored(folder: Path, source: Source | None = None) -> tuple[Federation, Te
     tensors, meta = run.newest_checkpoint()
     if not tensors:
         raise RunError(f"{folder} has no sound checkpoint")
+    if meta["round"] < (last := run.records()[-1]["round"]):
+        raise RunError(
+            f"{folder} has {last} rounds, and its last checkpoint is of round {meta['round']}: resume it first"
+        )
     federation.memories = run.memories
     federation.restore(tensors, meta)
     with torch.no_grad():

@@ -138,10 +138,10 @@ def cost_lines(result: Result) -> list[str]:
 def trouble(result: Result) -> str | None:
     """One sentence where uploads were refused: a diverged run must not pass for a finished one."""
     refused = sum(len(record["refused"]) for record in result.history)
-    if not refused:
+    idle = sum(not record["aggregated"] for record in result.history)
+    if not refused and not idle:
         return None
     sent = sum(len(record["clients"]) for record in result.history)
-    idle = sum(not record["aggregated"] for record in result.history)
     hint = ""
     reasons = [refusal["reason"] for record in result.history for refusal in record["refused"]]
     if any("has values" in reason for reason in reasons):  # that are not finite, or huge
@@ -154,6 +154,8 @@ def _warnings(record: dict[str, Any]) -> list[str]:
     if refused := record["refused"]:
         kept = "" if record["aggregated"] else f"; the model stays as it was: {record['not_aggregated']}"
         found.append(f"refused client {refused[0]['client']}: {refused[0]['reason']}{_and_more(refused)}{kept}")
+    elif not record["aggregated"]:
+        found.append(f"the model stays as it was: {record['not_aggregated']}")
     if restarted := record.get("restarted"):
         what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in restarted[0].items())
         found.append(f"a worker process ended and was replaced ({what}){_and_more(restarted)}")

@@ -235,7 +235,7 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
 
 def _config(experiment: Experiment, row: Row, setting: Setting, seed: int, keys: Keys) -> Config:
     try:
-        return configure(**(experiment.config(row, setting, seed).flat() | keys))
+        return experiment.config(row, setting, seed).replace(**keys)
     except ConfigError as error:
         raise ConfigError(f"{experiment.name}, {row.name}, {setting.name}: {error}") from None
 

@@ -216,7 +216,10 @@ def load_result(path: Path) -> Result:
     """What a run came to, of its folder."""
     folder, ending = RunFolder.open(path), path / "result.json"
     status = json.loads(ending.read_text(encoding="utf-8"))["status"] if ending.is_file() else "running"
-    return Result(path, configuration.load(path), folder.records(), status)
+    config, records = configuration.load(path), folder.records()
+    if status == "finished" and (not records or records[-1]["round"] < config.rounds):
+        status = "running"  # it was gone on with for more rounds, and has not come to their end
+    return Result(path, config, records, status)
 
 
 def _go(federation: Federation, folder: RunFolder, history: list[Record], callbacks: Sequence[Callback]) -> Result:
@@ -230,7 +233,7 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
             for callback in callbacks:
                 callback.client(federation.round + 1, done, total)
 
-        done = federation.model, federation.state  # of the last finished round
+        done = federation.model, federation.state, federation.nearest  # of the last finished round
         try:
             started = time.perf_counter()
             for record in federation.rounds(on_client):
@@ -242,14 +245,14 @@ def _go(federation: Federation, folder: RunFolder, history: list[Record], callba
                         folder.save_checkpoint(tensors, meta | {"config": _as_json(config)}, config.keep_checkpoints)
                     federation.watch.lap("save")
                     folder.add_timing(record["round"], time.perf_counter() - started, federation.watch.seconds)
-                    done = federation.model, federation.state
+                    done = federation.model, federation.state, federation.nearest
                 for callback in callbacks:
                     callback.round(record)
                 started = time.perf_counter()
             result.status = "finished"
         except KeyboardInterrupt:
             result.status = "interrupted"
-            federation.model, federation.state = done
+            federation.model, federation.state, federation.nearest = done
         finally:
             if result.status == "running":  # on its way out with an error; metrics and checkpoints are in the folder
                 result.status = "failed"

@@ -438,6 +438,10 @@ def predict(run: AnyPath, paths: Paths, top: int = 3, batch: int = 64) -> Iterat
     """
     if top < 1 or batch < 1:
         raise RunError(f"top={top} and batch={batch} must be at least 1")
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    for path in paths:
+        if Path(path).is_dir() and (Path(path) / "config.toml").is_file():
+            raise RunError(f"{path} is a run folder, and no images or texts: name one run, then what to classify")
     predictor = load_model(run)  # a run that cannot be used is refused at the call, not at the first prediction
     samples = (
         read_images(paths, predictor.shape)

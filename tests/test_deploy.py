@@ -289,7 +289,7 @@ def test_status_without_a_server_still_shows_the_certificates(capsys, federation
     federation.hosts, federation.port = ["127.0.0.1"], free_port()
     federation.save()
     code, text, _ = call(capsys, "deploy", "status", federation.path)
-    assert code == 0 and "certificate of operator: ends in" in text and "does not answer" in text
+    assert code == 1 and "certificate of operator: ends in" in text and "does not answer" in text
     assert status.expiry_lines({"server": -3.0, "operator": 12.0}) == [
         "[red]certificate of server: expired 3 days ago[/]",
         "[yellow]certificate of operator: ends in 12 days[/]",

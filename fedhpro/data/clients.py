@@ -80,7 +80,8 @@ def cut(
             raise PartitionError("a long tail (rho) goes with label scenarios such as nid1, not with scenario domains")
         if not (allocation or source.allocation):
             raise PartitionError(
-                f"{source.name} does not say which clients have which domain: choose another scenario, such as nid1"
+                f"{source.name} does not say which clients have which domain: scenario=domains needs that (with data "
+                "of your own: a folder for each site, or a column site); or let it be cut: scenario=iid clients=5"
             )
         by_name = {domain.name: domain for domain in source.domains}
         sizes = {name: len(domain.train) for name, domain in by_name.items()}

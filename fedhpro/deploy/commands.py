@@ -155,10 +155,14 @@ def status(
     from .status import state, view
 
     deployment = Deployment.open(folder)
-    if as_json:
-        print(json.dumps(state(deployment), indent=2))
-    elif not watch:
-        out.print(view(state(deployment)))
+    if as_json or not watch:
+        found = state(deployment)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            out.print(view(found), soft_wrap=True)
+        if "problem" in found:  # for programs that look after it
+            raise typer.Exit(1)
     else:
         with Live(view(state(deployment)), console=out, auto_refresh=False) as live:
             while True:

@@ -158,7 +158,8 @@ This folder is yours alone: it holds your node's private key. Do not send it on.
 $contents
 ## Start
 
-1. Python 3.11 or newer: `python3 -m venv venv && venv/bin/pip install "fedhpro[flower]"`,
+1. Python 3.11 or newer: `python3 -m venv venv && venv/bin/pip install "./FILE.whl[flower]"`,
+   where FILE.whl is the package fedhpro that your operator gave you (`pip wheel --no-deps .` in its sources makes it);
    then `export PATH="@PWD/venv/bin:@PATH"`.
 2. Say where your data is, in `site.conf`: a folder with one sub-folder per class (`folder:/data/images`), a table
    (`csv:/data/samples.csv`), or a function of your own (`python:module:function`).

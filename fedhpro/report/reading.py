@@ -57,6 +57,7 @@ class Round(BaseModel):
     round: int = Field(ge=1, le=10**9)
     clients: list[int]
     aggregated: bool
+    not_aggregated: str = ""
     refused: list[Refusal]
     bytes_down: Count
     bytes_up: Count

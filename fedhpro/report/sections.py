@@ -155,6 +155,8 @@ def troubles(groups: Sequence[Group]) -> Markup:
                 name = [_name(group), run.settings.seed, record.round]
                 kept = "" if record.aggregated else "; the model stayed as it was"
                 rows += [[*name, f"upload of client {r.client} refused: {r.reason}{kept}"] for r in record.refused]
+                if not record.aggregated and not record.refused:
+                    rows.append([*name, f"the model stayed as it was: {record.not_aggregated}"])
                 rows += [[*name, f"a worker ended and was replaced: {_words(what)}"] for what in record.restarted]
                 rows += [[*name, f"a test failed and is left out: {_words(what)}"] for what in record.untested]
     uploads = sum(len(record.clients) for group in groups for run in group.runs for record in run.history)

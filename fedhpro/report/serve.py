@@ -84,6 +84,8 @@ class Server(ThreadingHTTPServer):
 
 def watch(folder: Path, port: int = 0, started: Callable[[str], None] = print) -> None:
     """Until Ctrl-C."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.toml").is_file():
+        raise RunError(f"{folder} is not a run folder: it has no config.toml")
     with Server(folder, port) as server:
         started(server.address)
         try:

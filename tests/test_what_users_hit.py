@@ -1,0 +1,124 @@
+"""What reviewers ran into: commands that crashed, or said less than the truth."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY, call
+
+from fedhpro import runs
+from fedhpro.attacks import Attack
+from fedhpro.comparison import Comparison, columns, entries
+from fedhpro.config import configure, without_effect
+from fedhpro.errors import ConfigError, RunError
+from fedhpro.evaluation import headline, rounds_to_accuracy
+from fedhpro.heads import NAMES, heads
+from fedhpro.nearest import latest
+from fedhpro.progress import trouble
+from fedhpro.use import predict
+
+SMALL = ["local_steps=1", "clients_per_domain=1", "workers=0"]
+
+
+def test_rounds_that_tested_fewer_domains_are_no_best_round():
+    few, all_of_them = {"a": 90.0, "AVG": 90.0}, {"a": 60.0, "b": 40.0, "AVG": 50.0}
+    history = [{"round": 1, "accuracy": few}, {"round": 2}, {"round": 3, "accuracy": all_of_them}]
+    assert headline(history) == {"final": 50.0, "best": 50.0, "best_round": 3, "last5": 50.0}
+    assert headline(history, "b")["best"] == 40.0 and headline(history, "c") == {}
+    assert rounds_to_accuracy(history, 45) == 3 and rounds_to_accuracy(history, 80) is None
+
+
+def test_models_that_stay_at_clients_who_did_not_all_take_part(capsys, tmp_path):
+    code, _, error = call(
+        capsys, "run", "method=local", "participation=0.25", "rounds=3", *SMALL, f"out={tmp_path / 'run'}"
+    )
+    assert code == 0, error
+    arguments = ["compare", "local", "fedavg", "-q", "participation=0.25", "rounds=1", *SMALL, "--seeds", "0,1"]
+    code, _, error = call(capsys, *arguments, "--out", tmp_path / "both")
+    assert code == 0, error
+    local, fedavg = json.loads((tmp_path / "both" / "comparison.json").read_text())
+    assert columns([local, fedavg])[-3:] == ["AVG", "best", "last5"] and set(fedavg) > set(local)
+
+
+def test_the_control_is_there_once_and_a_row_is_not_another_by_its_spelling():
+    labels = [entry.label for entry in entries(["fedhpro", "fedhpro:M=0"], {})]
+    assert labels == ["fedhpro", "fedhpro M=0"]
+    assert len(entries(["fedhpro:I=1", "fedhpro:M=0,I=1"], {})) == 2
+    with pytest.raises(ConfigError, match=r"twice with the same settings: fedavg and fedavg lr=0\.03"):
+        entries(["fedavg", "fedavg:lr=0.03"], {})
+    with pytest.raises(ConfigError, match="fedavg:seed=5: seed is not a setting of a row"):
+        entries(["fedavg:seed=5"], {})
+
+
+def test_a_comparison_shows_finished_runs_only(tiny_source, tmp_path):
+    done = runs.run(configure(**TINY, out=str(tmp_path / "run")), source=tiny_source)
+    config = configure(**TINY | {"rounds": done.config.rounds + 1}, out=str(tmp_path / "run"))
+    (tmp_path / "run" / "config.toml").write_text(config.to_toml())  # gone on with for more rounds, and killed
+    longer = runs.load_result(tmp_path / "run")
+    assert done.status == "finished" and longer.status == "running"
+    found = Comparison(tmp_path, [0], {"a": [done], "b": [longer]})
+    assert [row["method"] for row in found.rows()] == ["a"] and found.finished == 1
+
+
+def test_a_stalled_run_does_not_end_a_comparison(capsys, tmp_path):
+    rows = ["fedavg:lr=1e30", "fedprox", "rounds=4", *SMALL]
+    code, _, error = call(capsys, "compare", *rows, "-q", "--out", tmp_path / "both")
+    assert code == 1 and "1 of 2 are finished" in error
+    assert [row["method"] for row in json.loads((tmp_path / "both/comparison.json").read_text())] == ["fedprox"]
+
+
+def test_keys_that_do_nothing_are_named():
+    config = configure(alpha=0.1, clients=5, attack_share=0.3, local_epochs=2, local_steps=1)
+    assert without_effect(config, ["alpha", "clients", "attack_share", "local_epochs", "lr"]) == [
+        "alpha has no effect with scenario=domains", "clients has no effect with scenario=domains",
+        "attack_share has no effect with attack=off", "local_epochs has no effect with local_steps=1",
+    ]  # fmt: skip
+    assert without_effect(configure(scenario="nid1", alpha=0.1, clients=5), ["alpha", "clients", "scenario"]) == []
+
+
+def test_a_folder_or_file_as_data_is_told_how_to_be_written(tmp_path):
+    with pytest.raises(ConfigError, match=f"data=folder:{tmp_path}$"):
+        configure(data=str(tmp_path))
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(ConfigError, match=r"data=csv:.*a\.csv$"):
+        configure(data=str(tmp_path / "a.csv"))
+
+
+def test_a_run_folder_is_no_picture(tiny_source, tmp_path):
+    done = runs.run(configure(**TINY, out=str(tmp_path / "run")), source=tiny_source)
+    with pytest.raises(RunError, match="run is a run folder, and no images"):
+        predict(done.folder, [done.folder])
+
+
+def test_flops_of_a_balanced_run_are_counted(tiny_source, tmp_path):
+    done = runs.run(configure(**TINY | {"method": "fedavg"}, balanced=True, out=str(tmp_path)), source=tiny_source)
+    assert "error" not in done.costs["flops"] and done.costs["flops"]["training"] > 0
+
+
+def test_a_poisoned_vote_is_the_other_one():
+    attack = Attack("poison", 10.0, frozenset([0]), 0)
+    spoilt = attack.on({"report/vote": torch.tensor(1.0), "report/means": torch.arange(3.0)}, {}, 1, 0)
+    assert spoilt["report/vote"] == 0 and spoilt["report/means"].tolist() == [20.0, 0.0, 10.0]
+
+
+def test_heads_are_tested_on_the_servers_sets_where_there_are_any(tiny_source, tmp_path):
+    keys = TINY | {"method": "fedavg", "evaluation": "both", "held_out": 0.2}
+    done = runs.run(configure(**keys, out=str(tmp_path)), source=tiny_source)
+    assert heads(done.folder, tiny_source)[next(iter(NAMES))] == pytest.approx(done.accuracy["AVG"], abs=1e-3)
+
+
+def test_a_class_that_nobody_holds_keeps_its_means():
+    kept = {"means": torch.ones(2, 3, 4), "counts": torch.tensor([[5, 5, 5], [0, 5, 0]])}
+    new = {"means": torch.full((1, 3, 4), 2.0), "counts": torch.tensor([[1, 0, 1]])}
+    found = latest(kept, new)
+    assert found["counts"].tolist() == [[1, 5, 1], [0, 5, 0]]
+    assert found["means"][0, :, 0].tolist() == [2, 1, 2] and found["means"][1, 1, 0] == 1
+    assert latest({}, {}) == {}
+
+
+def test_rounds_that_change_nothing_are_said_to(tiny_source, tmp_path):
+    keys = TINY | {"method": "fedtgp", "server_lr": 1e30}
+    done = runs.run(configure(**keys, out=str(tmp_path)), source=tiny_source)
+    assert not any(record["aggregated"] for record in done.history)
+    assert trouble(done).endswith("rounds changed nothing")
+    assert "values that are not finite" in (tmp_path / "report.html").read_text()
