@@ -18,6 +18,7 @@ from .errors import ConfigError
 from .methods.base import Client, Tensors
 
 HEAD = "nearest_mean"  # among the ways to predict
+NOBODY = -1e30  # in place of -inf: where no client has sent means yet, all classes are as likely, and not nan
 
 
 def report(client: Client) -> Tensors:
@@ -45,7 +46,7 @@ def latest(kept: Tensors, reports: Tensors) -> Tensors:
 def logits(z: Tensor, means: Tensor, counts: Tensor) -> Tensor:
     """[n, C]: of each class the largest -|z - m_k|^2 / 2 of any client k, without |z|^2 / 2, which all have alike."""
     K, C, d = means.shape
-    there = torch.where(counts > 0, -means.square().sum(2) / 2, -torch.inf)
+    there = torch.where(counts > 0, -means.square().sum(2) / 2, NOBODY)
     return (F.linear(z, means.reshape(K * C, d)).view(-1, K, C) + there).amax(1)
 
 

@@ -5,15 +5,17 @@ import json
 import pytest
 import torch
 from conftest import TINY, call
+from PIL import Image
 
 from fedhpro import runs
 from fedhpro.attacks import Attack
 from fedhpro.comparison import Comparison, columns, entries
 from fedhpro.config import configure, without_effect
+from fedhpro.data.own import from_folder
 from fedhpro.errors import ConfigError, RunError
 from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.heads import NAMES, heads
-from fedhpro.nearest import latest
+from fedhpro.nearest import latest, logits
 from fedhpro.progress import trouble
 from fedhpro.use import predict
 
@@ -122,3 +124,19 @@ def test_rounds_that_change_nothing_are_said_to(tiny_source, tmp_path):
     assert not any(record["aggregated"] for record in done.history)
     assert trouble(done).endswith("rounds changed nothing")
     assert "values that are not finite" in (tmp_path / "report.html").read_text()
+
+
+def test_files_that_are_no_pictures_are_counted_and_an_archives_shadow_is_no_site(tmp_path, caplog):
+    for site in ("north", "south", "__MACOSX"):
+        for label in ("ill", "well"):
+            (tmp_path / site / label).mkdir(parents=True)
+            for number in range(6):
+                Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / site / label / f"{number}.png")
+    (tmp_path / "north/ill/scan.dcm").write_bytes(b"")
+    assert [domain.name for domain in from_folder(tmp_path).domains] == ["north", "south"]
+    assert caplog.messages == [f"{tmp_path}: left out what is no picture that can be read here: 1 .dcm"]
+
+
+def test_without_any_means_all_classes_are_as_likely():
+    found = logits(torch.rand(2, 4), torch.zeros(3, 5, 4), torch.zeros(3, 5, dtype=torch.int64)).softmax(1)
+    assert torch.allclose(found, torch.full((2, 5), 0.2))

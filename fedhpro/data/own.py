@@ -6,7 +6,9 @@ Where samples belong to sites, each site is a domain and, in scenario "domains",
 from __future__ import annotations
 
 import csv
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from .clients import POOLED
 from .sources import Domain, Source, Split
 from .splits import carve
 
+log = logging.getLogger("fedhpro")
 SMALLEST = 8  # pixels of a side
 PARTS = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation", "test": "test"}
 RESERVED = {"AVG", POOLED}  # names that results have for all domains together
@@ -76,12 +79,17 @@ def from_folder(path: AnyPath, **options: Any) -> Source:
     folder, chosen = Path(path), Options(**options)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
-    files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
-    places = {file: file.relative_to(folder).parts for file in files}
-    files = [file for file in files if not any(part.startswith(".") for part in places[file])]
+    places = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
+    seen = [file for file in places if not any(map(_unseen, places[file]))]
+    files = [file for file in seen if file.suffix.lower() in SUFFIXES]
     if not files:
         raise DataError(f"there are no images in {folder}: it needs files ending in {', '.join(SUFFIXES)}")
-    tops = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    if others := Counter(
+        file.suffix.lower() or "without an ending" for file in seen if file.suffix.lower() not in SUFFIXES
+    ):
+        what = ", ".join(f"{number} {kind}" for kind, number in others.most_common())
+        log.warning("%s: left out what is no picture that can be read here: %s", folder, what)
+    tops = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not _unseen(entry.name)]
     filled = {places[file][0] for file in files}
     for top in tops:
         if top.name not in filled:
@@ -98,6 +106,10 @@ def from_folder(path: AnyPath, **options: Any) -> Source:
         part, *site, label = ["", *places[file][:-1]] if not given else places[file][:-1]
         samples.append(Sample(label, "".join(site), PARTS.get(part.lower(), "")))
     return _source(folder.resolve().name, _pictures(files, chosen.size), samples, chosen, f"pictures in {folder}")
+
+
+def _unseen(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"  # which archives made on a Mac have beside their content
 
 
 def from_csv(
