@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 try:
     import fcntl
@@ -225,3 +225,10 @@ def built_once(path: Path, recipe: str, build: Callable[[], dict[str, Tensor]]) 
     with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
         save_tensors(path, tensors, recipe=recipe)
     return tensors
+
+
+def delimiter_of(file: TextIO) -> str:
+    """Of a CSV file, by its first line: spreadsheets of half the world write semicolons."""
+    first = file.readline()
+    file.seek(0)
+    return ";" if first.count(";") > first.count(",") else ","

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from PIL import Image, ImageOps
@@ -30,7 +30,7 @@ from . import models
 from .card import write_card
 from .data.text import Tokenizer, words_of
 from .errors import DataError, RunError
-from .files import safe_formats
+from .files import delimiter_of, safe_formats
 from .nearest import NearestMeans
 
 __all__ = [
@@ -210,7 +210,7 @@ def read_images(paths: Paths, shape: Shape) -> Iterator[tuple[str, Tensor]]:
         if path.is_dir():
             yield from _read_folder(path, shape)
         elif path.suffix.lower() == ".csv" and path.is_file():
-            yield from _read_csv(path, functools.partial(_row_reader, shape=shape))
+            yield from _read_csv(path, functools.partial(_row_reader, shape=shape), delimiter_of)
         elif path.suffix.lower() == ".txt":
             raise RunError(f"{path} is a text, and this model takes images: give images, folders or CSV files")
         else:
@@ -323,12 +323,17 @@ def _read_lines(path: Path) -> Iterator[tuple[str, str]]:
 # --- CSV files ---------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: Path, reader: Callable[[Path, list[str]], RowReader[Sample]]) -> Iterator[tuple[str, Sample]]:
+def _read_csv(
+    path: Path,
+    reader: Callable[[Path, list[str]], RowReader[Sample]],
+    delimiter: Callable[[TextIO], str] = lambda file: ",",  # texts have semicolons of their own
+) -> Iterator[tuple[str, Sample]]:
     """What `reader`, which is given the first row, makes of each row."""
     number = 0
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = ((number, row) for number, row in enumerate(csv.reader(file), start=1) if row)
+            found = csv.reader(file, delimiter=delimiter(file))
+            rows = ((number, row) for number, row in enumerate(found, start=1) if row)
             first = next(rows, None)
             if first is None:
                 raise RunError(f"{path} is empty: it needs rows")

@@ -17,7 +17,7 @@ from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.heads import NAMES, heads
 from fedhpro.nearest import latest, logits
 from fedhpro.progress import trouble
-from fedhpro.use import predict
+from fedhpro.use import predict, read_images
 
 SMALL = ["local_steps=1", "clients_per_domain=1", "workers=0"]
 
@@ -140,3 +140,9 @@ def test_files_that_are_no_pictures_are_counted_and_an_archives_shadow_is_no_sit
 def test_without_any_means_all_classes_are_as_likely():
     found = logits(torch.rand(2, 4), torch.zeros(3, 5, 4), torch.zeros(3, 5, dtype=torch.int64)).softmax(1)
     assert torch.allclose(found, torch.full((2, 5), 0.2))
+
+
+def test_predict_reads_the_csv_file_that_a_run_reads(tmp_path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    (tmp_path / "list.csv").write_text("image;label;site\na.png;ill;north\n")
+    assert [name for name, _ in read_images(tmp_path / "list.csv", (3, 8, 8))] == ["a.png"]

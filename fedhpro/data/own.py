@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, RunError
+from ..files import delimiter_of
 from ..randomness import numpy_generator
 from .clients import POOLED
 from .sources import Domain, Source, Split
@@ -328,9 +329,7 @@ def _rows(file: Path) -> list[tuple[int, list[str]]]:
         raise DataError(f"there is no file {file}: check the path")
     try:
         with open(file, encoding="utf-8-sig", newline="") as lines:
-            first = lines.readline()
-            lines.seek(0)
-            reader = csv.reader(lines, delimiter=";" if first.count(";") > first.count(",") else ",")
+            reader = csv.reader(lines, delimiter=delimiter_of(lines))
             rows = [(number, row) for number, row in enumerate(reader, start=1) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file} cannot be read, save it as CSV in UTF-8: {error}") from None
