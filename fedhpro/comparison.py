@@ -34,17 +34,16 @@ class Entry:
 def entries(names: Sequence[str], common: dict[str, Any], control: bool = True) -> list[Entry]:
     """The rows asked for. After a FedHPro that matches gradients comes its control, M=0, unless it is there anyway."""
     found = [_entry(name) for name in names]
-    if control:
-        for position, entry in reversed(list(enumerate(found))):
-            config = configure(**(common | entry.keys))
-            if config.method == "fedhpro" and config.parameters["M"] > 0:
-                frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
-                if configure(**(common | frozen.keys)) not in [configure(**(common | other.keys)) for other in found]:
-                    found.insert(position + 1, frozen)
-    for number, entry in enumerate(found):
-        for other in found[:number]:
-            if entry.label == other.label or configure(**(common | entry.keys)) == configure(**(common | other.keys)):
-                raise ConfigError(f"a method is given twice with the same settings: {other.label} and {entry.label}")
+    configs = [configure(**(common | entry.keys)) for entry in found]  # spelt in two ways a setting is still one
+    for number, (entry, config) in enumerate(zip(found, configs, strict=True)):
+        if (first := configs.index(config)) < number:
+            raise ConfigError(f"a method is given twice with the same settings: {found[first].label} and {entry.label}")
+    for position, entry in reversed(list(enumerate(found))) if control else ():
+        if configs[position].method == "fedhpro" and configs[position].parameters["M"] > 0:
+            frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
+            if (config := configure(**(common | frozen.keys))) not in configs:
+                found.insert(position + 1, frozen)
+                configs.append(config)
     return found
 
 

@@ -291,10 +291,7 @@ def method_notes(method: str) -> dict[str, str]:
 def describe_type(hint: Any) -> str:
     """How a person would say it: one of the choices, or the kind of number."""
     if choices := get_args(hint):
-        return "|".join(
-            "none" if choice is type(None) else describe_type(choice) if not isinstance(choice, str) else choice
-            for choice in choices
-        )
+        return "|".join("none" if choice is type(None) else describe_type(choice) for choice in choices)
     return str(getattr(hint, "__name__", hint))
 
 
