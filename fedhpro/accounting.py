@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 T = TypeVar("T")
+VALUES = ("model/", "report/", "nearest/")  # what an upload is for, beside counts and losses
 
 
 class Stopwatch:

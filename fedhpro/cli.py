@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -135,7 +136,17 @@ def resume(
     from . import runs
 
     changes, callbacks = parse([*(keys or []), *(settings or [])]), _callbacks(quiet, as_json, track)
-    _finish(runs.resume(folder, callbacks=callbacks, **changes), quiet, as_json)
+    before = 0  # rounds of a finished run
+    with contextlib.suppress(OSError, ValueError, UserError):  # what is wrong with the folder is told below
+        there = runs.load_result(folder)
+        before = len(there.history) if there.status == "finished" else 0
+    result = runs.resume(folder, callbacks=callbacks, **changes)
+    _finish(result, quiet, as_json)
+    if before == len(result.history):
+        err.print(
+            f"all of its rounds had been done before: `fedhpro resume {folder} rounds={2 * before}` goes on with it",
+            style="yellow", markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 @app.command()
@@ -439,7 +450,7 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
 def _print_keys(config: Config) -> None:
     table = Table(title=f"keys of a run with method {config.method}", box=None)
     for title in ("key", "value", "allowed", "meaning"):
-        table.add_column(title, no_wrap=title == "key")
+        table.add_column(title, no_wrap=title == "key", overflow="fold")
     for name, field in Config.model_fields.items():
         if name != "parameters":
             table.add_row(name, str(getattr(config, name)), describe_type(field.annotation), field.description)

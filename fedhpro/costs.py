@@ -54,7 +54,7 @@ def row(method: str, federation: Federation) -> Row:
     values = sum(
         value.numel()
         for name, value in upload.items()
-        if name.startswith(("model/", "report/")) and value.is_floating_point()
+        if name.startswith(accounting.VALUES) and value.is_floating_point()
     )
     flops = accounting.client_flops(federation)
     share = clients / len(federation.clients)

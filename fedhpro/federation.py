@@ -183,6 +183,8 @@ class Federation:
 
     def rounds(self, on_client: Callable[[int, int], None] | None = None) -> Iterator[Record]:
         """Run what is left of the rounds; each record is complete when it is handed out."""
+        if self.round >= self.config.rounds and self.stalled >= self.config.patience:
+            raise FederationStalled(f"the last {self.stalled} rounds changed nothing, and none are left")
         while self.round < self.config.rounds:
             record = self.next_round(on_client)
             yield record
@@ -314,7 +316,8 @@ class Federation:
         tensors = {f"model/{name}": value for name, value in self.model.items()}
         tensors |= {f"state/{name}": value for name, value in self.state.items()}
         tensors |= {f"nearest/{name}": value for name, value in self.nearest.items()}
-        return tensors, {"round": self.round, "stalled": self.stalled, "memories": dict(self.memories.generations)}
+        meta = {"round": self.round, "stalled": self.stalled, "server_flops": self.server_flops}
+        return tensors, meta | {"memories": dict(self.memories.generations)}
 
     def restore(self, tensors: Tensors, meta: Record) -> None:
         model = section(tensors, "model")
@@ -323,7 +326,7 @@ class Federation:
         self.model, self.state = model, section(tensors, "state")
         self.nearest = section(tensors, "nearest") or self.nearest
         self.memories.generations = generations_of(meta)
-        self.round, self.stalled = meta["round"], meta["stalled"]
+        self.round, self.stalled, self.server_flops = meta["round"], meta["stalled"], meta.get("server_flops")
 
     def memory_need(self) -> tuple[int, int]:
         """Bytes of a client's memory on disk, and the most files of that size that there can be at once."""

@@ -6,17 +6,19 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import RunError
+from .accounting import VALUES
+from .config import closest
+from .errors import ConfigError, RunError
 from .evaluation import AVG, fairness, rounds_to_accuracy, speed_up
 from .files import write_atomically
-from .heads import heads
+from .heads import NAMES, heads
 from .probe import Probe, local_accuracies, probe
 from .report.reading import Run
 
@@ -36,12 +38,21 @@ TITLES = {
     "distance.geometry": "distance, geometry",
 }
 SPREAD = {"worst10": "worst 10 %", "best10": "best 10 %", "mean": "mean", "std": "std"}
+OF_ROUNDS = re.compile(r"(R|speedup)(\d+)")
 WAYS = {"global": "global model, own domain", "local": "own model, all domains"}
+
+
+def check(column: str, domains: Sequence[str]) -> None:
+    """Before anything runs. Without domains (those of one's own data are not known yet) any other name may be one."""
+    known = [AVG, *TITLES, "L_GM", "L_GM_start", *(f"fair.{way}.{part}" for way in WAYS for part in SPREAD)]
+    known += [f"head.{name}" for name in NAMES] + [*domains]
+    if column not in known and not OF_ROUNDS.fullmatch(column) and (domains or "." in column):
+        raise ConfigError(f"there is no column {column!r}{closest(column, known)}")
 
 
 def title(column: str) -> str:
     """The column's name in a table."""
-    if found := re.fullmatch(r"(R|speedup)(\d+)", column):
+    if found := OF_ROUNDS.fullmatch(column):
         return f"rounds to {found[2]} %" if found[1] == "R" else f"speed-up at {found[2]} %"
     if column.startswith("fair."):
         _, way, part = column.split(".")
@@ -52,7 +63,7 @@ def title(column: str) -> str:
 def measured(column: str, run: Run, peers: Mapping[str, Run] | None = None) -> Values:
     """Nothing where the run does not have it. `peers`: of the same federation and seed, by method."""
     peers = peers or {}
-    if found := re.fullmatch(r"(R|speedup)(\d+)", column):
+    if found := OF_ROUNDS.fullmatch(column):
         return _final(_rounds(run, int(found[2])) if found[1] == "R" else _speed_up(run, peers, int(found[2])))
     if column in ("L_GM", "L_GM_start"):
         return _final(list(run.values("server", column).values() or [None])[-1])
@@ -94,11 +105,8 @@ def _speed_up(run: Run, peers: Mapping[str, Run], wanted: int) -> float | None:
 
 
 def _values_up(run: Run) -> float | None:
-    up = (
-        [t for t in run.costs.tensors if t.direction == "up" and t.tensor.startswith(("model/", "report/"))]
-        if run.costs
-        else []
-    )
+    tensors = run.costs.tensors if run.costs else []
+    up = [t for t in tensors if t.direction == "up" and t.tensor.startswith(VALUES)]
     numbers = sum(math.prod(t.shape) for t in up if "float" in t.dtype)
     return numbers * _taking_part(run) / 1e7 if up else None
 

@@ -22,10 +22,12 @@ from . import config as configuration
 from .config import Config, configure
 from .data.catalog import CATALOG
 from .data.sources import how_to_get, stored
+from .data.sources import load as load_data
 from .errors import ConfigError, DataError, RunError, UserError
+from .estimate import EMBEDDED
 from .evaluation import AVG
 from .matrix import placed
-from .measures import measured, title
+from .measures import check, measured, title
 from .report.reading import Run, read_run
 
 FOLDER = Path(__file__).parent / "experiments"
@@ -229,6 +231,13 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
         for setting in experiment.settings
         for row in experiment.rows
     }
+    for setting in experiment.settings:
+        config = configs[experiment.rows[0].name, setting.name, seeds[0]]
+        for column in setting.columns:
+            try:
+                check(column, _domains(config))
+            except ConfigError as error:
+                raise ConfigError(f"{experiment.name}, {setting.name}: {error}") from None
     gone = {data: text for data in {c.data: None for c in configs.values()} if (text := _missing(data))}
     return Plan(experiment, configs, gone)
 
@@ -238,6 +247,15 @@ def _config(experiment: Experiment, row: Row, setting: Setting, seed: int, keys:
         return experiment.config(row, setting, seed).replace(**keys)
     except ConfigError as error:
         raise ConfigError(f"{experiment.name}, {row.name}, {setting.name}: {error}") from None
+
+
+def _domains(config: Config) -> list[str]:
+    """The names of its test sets, where they are known without its data; federated tests have other names."""
+    if config.evaluation != "central":
+        return []
+    if config.data in CATALOG:
+        return [part.name for part in CATALOG[config.data].parts]
+    return [domain.name for domain in load_data(config.data).domains] if config.data in EMBEDDED else []
 
 
 def _missing(data: str) -> str:
@@ -289,6 +307,8 @@ def outcome(plan: Plan) -> Outcome:
             run = read_run(Path(config.out))
             if run.history[-1].round < config.rounds:
                 raise RunError(f"{config.out} has {run.history[-1].round} of {config.rounds} rounds")
+            if run.status != "finished":  # in its last rounds nothing changed any more
+                raise RunError(f"{config.out} is not finished")
             runs[place] = run
         except RunError as error:
             again = "; where the folder is deleted, it is run again" if Path(config.out).exists() else ""

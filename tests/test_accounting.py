@@ -159,6 +159,8 @@ def test_values_uploaded_are_the_papers_but_for_an_mlp_that_it_never_uses(rows):
     for method in ("fedproto", "fedhpro"):
         assert rows[method]["values_up"] - rows["fedavg"]["values_up"] == 20 * 10 * 512
     assert rows["fedhpro"]["bytes_down"] - rows["fedavg"]["bytes_down"] == 20 * 4 * 10 * 5 * 512
+    (means,) = costs.costs({"width": 64, "stem": "3x3", "nearest": True}, ("fedavg",))
+    assert means["values_up"] - rows["fedavg"]["values_up"] == 20 * 10 * 512
 
 
 def test_flops_of_the_methods_in_proportion(rows):

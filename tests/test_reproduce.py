@@ -471,6 +471,17 @@ def test_estimates_grow_with_what_is_asked():
     assert estimate.guess(full.model_copy(update={"engine": "cuda"}))[0] < estimate.guess(full)[0] / 100
 
 
+def test_a_column_that_no_run_will_have_is_refused_before_any_of_them(tmp_path):
+    named = {"mnsit": "mnist", "fair.global.wrst10": "fair.global.worst10", "secnds": "seconds", "R": "AVG"}
+    for column, meant in named.items():
+        (tmp_path / "tiny.toml").write_text(TINY_EXPERIMENT.replace('"mb_up"', f'"{column}"'))
+        with pytest.raises(ConfigError, match=f"tiny, digits.lite: there is no column '{column}'.*{meant}"):
+            reproduce.plan(reproduce.load(str(tmp_path / "tiny.toml")), tmp_path)
+    measures.check("ward 3", [])  # may be a site of one's own data
+    with pytest.raises(ConfigError, match=r"no column 'head\.nearest'"):
+        measures.check("head.nearest", [])
+
+
 def test_all_columns_have_a_name():
     for name in NAMES:
         for _, column in reproduce.load(name).columns():

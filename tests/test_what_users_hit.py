@@ -69,6 +69,30 @@ def test_a_stalled_run_does_not_end_a_comparison(capsys, tmp_path):
     assert [row["method"] for row in json.loads((tmp_path / "both/comparison.json").read_text())] == ["fedprox"]
 
 
+def test_a_run_that_stalled_at_its_end_is_no_result_when_the_command_is_given_again(capsys, tmp_path):
+    command = ["sweep", "lr=1e30,0.01", "rounds=2", "patience=2", "method=fedavg", *SMALL[:2], "--out", tmp_path]
+    for _ in range(2):
+        code, text, error = call(capsys, *command, "--parallel", "1")
+        assert code == 1 and "1 runs failed" in error and "lr=1e30" in text and "changed nothing" in text
+        found = json.loads((tmp_path / "sweep.json").read_text())
+        assert {cell["row"] for cell in found["cells"] if cell["mean"] is not None} == {"fedavg lr=0.01"}
+        assert "is not finished" in found["problems"][0]
+
+
+def test_resume_of_a_finished_run_says_so_and_keeps_its_costs(capsys, tmp_path):
+    code, _, error = call(capsys, "run", "rounds=1", *SMALL, f"out={tmp_path}", "-q")
+    first = json.loads((tmp_path / "result.json").read_text())
+    assert code == 0, error
+    code, _, error = call(capsys, "resume", tmp_path, "-q")
+    again = json.loads((tmp_path / "result.json").read_text())
+    assert code == 0 and "had been done before" in error and f"resume {tmp_path} rounds=2" in error
+    assert again["costs"]["flops"] == first["costs"]["flops"] and first["costs"]["flops"]["server"] > 0
+    code, _, error = call(capsys, "resume", tmp_path, "rounds=2", "-q")
+    longer = json.loads((tmp_path / "result.json").read_text())
+    assert code == 0 and "done before" not in error
+    assert longer["costs"]["flops"]["server"] == 2 * first["costs"]["flops"]["server"]
+
+
 def test_keys_that_do_nothing_are_named():
     config = configure(alpha=0.1, clients=5, attack_share=0.3, local_epochs=2, local_steps=1)
     assert without_effect(config, ["alpha", "clients", "attack_share", "local_epochs", "lr"]) == [
