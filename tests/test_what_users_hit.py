@@ -11,7 +11,7 @@ from fedhpro import runs
 from fedhpro.attacks import Attack
 from fedhpro.comparison import Comparison, columns, entries
 from fedhpro.config import configure, without_effect
-from fedhpro.data.own import from_folder
+from fedhpro.data.own import from_folder, from_tensors
 from fedhpro.errors import ConfigError, RunError
 from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.heads import NAMES, heads
@@ -155,10 +155,24 @@ def test_files_that_are_no_pictures_are_counted_and_an_archives_shadow_is_no_sit
         for label in ("ill", "well"):
             (tmp_path / site / label).mkdir(parents=True)
             for number in range(6):
-                Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / site / label / f"{number}.png")
+                colour = (number, 100 * (label == "ill"), 100 * (site == "north"))
+                Image.new("RGB", (16, 16), colour).save(tmp_path / site / label / f"{number}.png")
     (tmp_path / "north/ill/scan.dcm").write_bytes(b"")
     assert [domain.name for domain in from_folder(tmp_path).domains] == ["north", "south"]
     assert caplog.messages == [f"{tmp_path}: left out what is no picture that can be read here: 1 .dcm"]
+
+
+def test_pictures_to_train_on_and_to_test_on_that_are_the_same_are_counted(caplog):
+    x = torch.arange(40, dtype=torch.uint8)[:, None, None, None].expand(40, 3, 8, 8).contiguous()
+    y, sites = torch.arange(40) % 2, ["north"] * 20 + ["south"] * 20
+    from_tensors(x, y, sites=sites)
+    assert not caplog.messages
+    x[20:] = x[:20]  # every picture of the one site is at the other one as well
+    found = from_tensors(x, y, sites=sites)
+    trained = {int(value) for domain in found.domains for value in domain.train.x[:, 0, 0, 0]}
+    tested = [int(value) for domain in found.domains for value in domain.test.x[:, 0, 0, 0]]
+    twice = sum(value in trained for value in tested)
+    assert twice > 0 and f"{twice} of {len(tested)} test samples are training samples too" in caplog.text
 
 
 def test_without_any_means_all_classes_are_as_likely():
