@@ -88,6 +88,22 @@ def test_options_as_eager(tiny_source, keys, caplog):
     assert not caplog.records
 
 
+def test_a_step_is_captured_for_each_kind_of_context(tiny_source, caplog):
+    engines = two_engines(tiny_source, method="fedhpro-plus", local_steps=2)
+    with engines[0], engines[1]:
+        for pro in (0.0, 1.0, 0.0):  # of the votes
+            found = []
+            for federation in engines:
+                federation.state = {"votes": torch.tensor([100 * pro, 100])}
+                answers = federation.engine.train(1, federation.sample(1), federation.sent(), {})
+                found.append(
+                    {each.client: (each.error, {n: v.cpu() for n, v in each.upload.items()}) for each in answers}
+                )
+            assert_near(*found)
+            assert all((upload["loss/hpal"] > 0) == (pro > 0) for _, upload in found[0].values())
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_lower_precision_is_near(tiny_source, precision):
     captured, eager = two_engines(tiny_source, method="fedavg", precision=precision, local_epochs=1)

@@ -9,6 +9,7 @@ from conftest import TINY
 from test_fedhpro import run, terms_of
 
 from fedhpro.config import configure
+from fedhpro.engines.cuda import Seat
 from fedhpro.errors import ConfigError
 from fedhpro.methods import fedhpro_plus
 from fedhpro.methods.fedhpro_plus import FedHProPlus, frame, mixture
@@ -81,7 +82,7 @@ def test_the_margin_ends_where_it_is_reached_and_a_client_of_one_class_has_none(
     net = SimpleNamespace(dim=d, features=lambda z: z, balanced=lambda logits: logits)
 
     def margin(z, y, counts):
-        context = {"anchors": anchors, "directions": anchors, "wanted": torch.tensor(0.0), "prior": counts.log()}
+        context = {"anchors": anchors, "directions": anchors, "prior": counts.log()}
         return method.loss(net, {}, z, y, context)["margin"].item()
 
     evenly, one_class = torch.full((4,), 0.25), torch.tensor([1.0, 0, 0, 0])
@@ -136,6 +137,20 @@ def test_a_vote_against_leaves_balanced_cross_entropy_and_a_margin_and_one_for_i
     monkeypatch.setattr(fedhpro_plus, "MAJORITY", 1.1)
     margined = run(tiny_source, **keys | {"lam_margin": 0.9})[2].model
     assert any(not torch.equal(against[name], margined[name]) for name in bare)
+
+
+def test_an_engine_that_keeps_contexts_in_place_keeps_one_of_each_kind(tiny_source):
+    """What engine=cuda does around a captured step, without a GPU; with one: test_cuda.py."""
+    trainer = run(tiny_source, method="fedhpro-plus")[2].trainer
+    slot = SimpleNamespace(device=torch.device("cpu"), settings=trainer.settings, method=trainer.method)
+    slot.refused, slot.pace = {"steps of fedhpro-plus"}, lambda: None  # nothing is captured
+    seat, seen = Seat(slot, trainer.benches[0]), []
+    seat.step = lambda size: seen.append((size, {name: value.tolist() for name, value in seat.context.items()}))
+    against, wanted = {"anchors": torch.ones(2), "prior": torch.zeros(2)}, {"anchors": torch.full((2,), 3.0)}
+    for context in (against, wanted, {name: value + 1 for name, value in against.items()}):
+        seat.take_step(8, context)
+    assert seen[:2] == [(8, {"anchors": [1, 1], "prior": [0, 0]}), (8, {"anchors": [3, 3]})]
+    assert seen[2] == (8, {"anchors": [2, 2], "prior": [1, 1]}) and len(seat.graphs) == 2
 
 
 @pytest.mark.parametrize("host, without", [("fedrcl", {}), ("fedavg", {"contrasted": False})])

@@ -2,7 +2,8 @@
 
 A client's data and, epoch by epoch, its schedule (rows, crops, flips) are copied into the slot's buffers, which the
 captured step reads row after row; nothing waits for the GPU before a client's upload is taken. A graph is captured for
-each batch size when it is first met. What cannot be captured runs through the same lines eagerly, with one warning.
+each batch size, and each set of tensors that a loss may go by, when it is first met. What cannot be captured runs
+through the same lines eagerly, with one warning.
 """
 
 from __future__ import annotations
@@ -241,10 +242,11 @@ class Seat:
         self.slot, self.bench = slot, bench
         self.lr = torch.zeros((), device=slot.device)
         self.optimizer = make_optimizer(bench.net, slot.settings, self.lr)
-        self.context: Tensors = {}
+        self.contexts: dict[frozenset[str], Tensors] = {}  # by what they have: a loss may go by that
+        self.context: Tensors = {}  # one of them
         self.held: Tensors | None = None  # whose values `context` has
         self.totals: Tensors = {}
-        self.graphs: dict[int, Callable[[], None]] = {}
+        self.graphs: dict[tuple[int, frozenset[str]], Callable[[], None]] = {}
         self.passing: Callable[[], None] | None = None
         self.z = torch.zeros(CHUNK, bench.net.dim, device=slot.device)
         if bench.net.dropout.p:
@@ -257,17 +259,19 @@ class Seat:
             torch._foreach_zero_(state)
 
     def take_step(self, size: int, context: Tensors) -> None:
+        kind = size, frozenset(context)
         if context is not self.held:
+            self.context = self.contexts.setdefault(kind[1], {})
             for name, value in context.items():
                 if name in self.context:
                     self.context[name].copy_(value)
                 else:
                     self.context[name] = value.clone()
             self.held = context
-        if size not in self.graphs:
+        if kind not in self.graphs:
             usual = size == self.slot.settings.batch_size
-            self.graphs[size] = self.captured(lambda: self.step(size), f"steps of {self.slot.method.name}", usual)
-        self.graphs[size]()
+            self.graphs[kind] = self.captured(lambda: self.step(size), f"steps of {self.slot.method.name}", usual)
+        self.graphs[kind]()
         self.slot.pace()
 
     def step(self, size: int) -> None:

@@ -63,29 +63,32 @@ class FedHProPlus(FedRCL):
 
     def prepare(self, client: Client) -> Tensors:
         anchors = frame(client.net.num_classes, client.net.dim).to(client.counts.device)
-        wanted = (client.received["pro"] >= MAJORITY).float() if self.agreed else torch.ones_like(anchors[0, 0])
+        found = {"anchors": anchors, "directions": F.normalize(anchors, dim=1)}
+        if not self.agreed or client.received["pro"] >= MAJORITY:
+            return found
         shares = client.counts / client.counts.sum()
-        plain = (wanted > 0) | (client.net.prior is not None)  # with balanced=true they are balanced anyway
-        return {
-            "anchors": anchors,
-            "directions": F.normalize(anchors, dim=1),
-            "wanted": wanted,
-            "prior": torch.where(plain, torch.zeros_like(shares), shares.log()),
-        }
+        balanced = client.net.prior is not None  # with balanced=true they are balanced anyway
+        return found | {"prior": torch.zeros_like(shares) if balanced else shares.log()}
 
     def loss(self, net: Net, frozen: Mapping[str, Net], x: Tensor, y: Tensor, context: Tensors) -> Tensors:
-        stages, z = net.stages_and_features(x) if self.contrasted else ([], net.features(x))  # TextCNN has no stages
+        wanted, nothing = "prior" not in context, torch.zeros((), device=y.device)
+        contrasted = self.contrasted and wanted
+        stages, z = net.stages_and_features(x) if contrasted else ([], net.features(x))  # TextCNN has no stages
         fixed = self.classifier == "anchors"
         logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
-        terms = {"ce": F.cross_entropy(logits + context["prior"], y)}
+        terms = {"ce": F.cross_entropy(logits if wanted else logits + context["prior"], y)}
         if self.aligned:
-            terms["hpal"] = context["wanted"] * eq.align(z, y, context["anchors"])
+            terms["hpal"] = eq.align(z, y, context["anchors"]) if wanted else nothing
         if self.agreed:
-            gap = NEARER * (2 * net.dim) ** 0.5  # two anchors are sqrt(2d) apart
-            margins = net.balanced(-enlarged(z, y, context["anchors"], gap)) + context["prior"]
-            terms["margin"] = (1 - context["wanted"]) * self.lam_margin * F.cross_entropy(margins, y)
-        contrasts = self.contrasts(stages, y) if self.contrasted else {}
-        return terms | {name: context["wanted"] * term for name, term in contrasts.items()}
+            terms["margin"] = nothing if wanted else self.lam_margin * self.margin(net, z, y, context)
+        if self.contrasted:
+            terms |= self.contrasts(stages, y) if wanted else {"contrast": nothing, "penalty": nothing}
+        return terms
+
+    def margin(self, net: Net, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
+        gap = NEARER * (2 * net.dim) ** 0.5  # two anchors are sqrt(2d) apart
+        nearness = net.balanced(-enlarged(z, y, context["anchors"], gap))
+        return F.cross_entropy(nearness + context["prior"], y)
 
     def report(self, client: Client, context: Tensors) -> Tensors:
         return {"vote": (mixture(client.counts) >= 0.5).float()} if self.agreed else {}
