@@ -22,6 +22,7 @@ import fedhpro
 from fedhpro import cli
 from fedhpro.data.sources import Domain, Source
 from fedhpro.errors import RunError
+from fedhpro.report import picture
 from fedhpro.report.page import build_page, write_report
 from fedhpro.report.reading import grouped, read_run, read_runs
 from fedhpro.report.serve import Server
@@ -263,8 +264,20 @@ def test_features_in_the_plane(tmp_path):
     assert ("section", {"id": "features"}) in seen.elements
     marks = [attributes["class"] for _, attributes in seen.elements if "sample" in attributes.get("class", "").split()]
     assert len(marks) == 400 and "hyper-prototypes" in seen.text
-    picture = result.tsne(samples=40)
-    assert picture._repr_png_().startswith(b"\x89PNG")
+    assert result.tsne(samples=40)._repr_png_().startswith(b"\x89PNG")
+
+
+def test_letters_that_no_font_has_are_said_once_and_other_fonts_are_asked(caplog, monkeypatch, recwarn):
+    monkeypatch.setattr(picture, "SAID", set())
+    for _ in range(2):
+        drawn = picture.Picture()
+        title = drawn.suptitle("\U0010fffd and \U0010fffc")  # private use: no font has them
+        assert drawn.png(dpi=20).startswith(b"\x89PNG")
+    assert len(caplog.messages) == 1 and "no font of this machine has the letter" in caplog.text
+    assert not recwarn.list and title.get_fontfamily() == ["sans-serif", *picture.other_fonts()]
+    monkeypatch.setattr(picture, "other_fonts", lambda: ["Some CJK"])
+    drawn.png(dpi=20)
+    assert title.get_fontfamily()[-1] == "Some CJK"
 
 
 def test_results_in_a_notebook(runs, hostile_source, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ PANELS = {
 
 
 def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = None) -> None:
-    write_atomically(out, plot_curves(runs, names)._repr_png_())
+    write_atomically(out, plot_curves(runs, names).png())
 
 
 def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Picture:

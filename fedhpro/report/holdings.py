@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Pa
     """Clients, grouped and coloured by domain, against classes, with the totals of both at the margins. The area of a
     bubble is the number of samples; where there are too many for bubbles, a darker cell holds more.
     """
-    from matplotlib.figure import Figure  # heavy, and not needed by who only trains
+    from .picture import Picture  # matplotlib: heavy, and not needed by who only trains
 
     order = _by_domain(clients)
     domains = [clients[k].domain for k in order]
@@ -56,7 +55,7 @@ def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Pa
 
     wide = float(np.clip(CELL * len(clients), *WIDTH))
     high = float(np.clip(CELL * len(classes), *HEIGHT))
-    figure = Figure(figsize=(wide + 2.4, high + 2.0), layout="constrained")
+    figure = Picture(figsize=(wide + 2.4, high + 2.0), layout="constrained")
     figure.suptitle(_title(counts), fontsize=11)
     grid = figure.add_gridspec(2, 2, width_ratios=(wide, 0.7), height_ratios=(0.5, high))
     middle = figure.add_subplot(grid[1, 0])
@@ -89,9 +88,7 @@ def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Pa
         axes.spines[["top", "right"]].set_visible(False)
     if len(names) > 1:
         _name_domains(middle, top, domains, colours, wide / len(clients))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    write_atomically(out, buffer.getvalue())
+    write_atomically(out, figure.png(dpi=110))
 
 
 def holdings_table(clients: Sequence[ClientData], classes: Sequence[str], *, marks: int = 32, rows: int = 20) -> Table:
