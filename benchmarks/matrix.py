@@ -73,9 +73,12 @@ def kept(folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def ways(record: dict[str, Any]) -> dict[str, Any]:
-    """AVG of each way to predict, where there are several."""
+    """AVG of each way to predict, where there are several, and of the classes' means, where these are others."""
     found = {name: rounded(scores["AVG"]) for name, scores in record["heads"].items()}
-    return {"heads": found} if len(found) > 1 else {}
+    heads = {"heads": found} if len(found) > 1 else {}
+    of_classes = record.get("balanced", record["accuracy"])["AVG"]
+    uneven = abs(of_classes - record["accuracy"]["AVG"]) > 0.005
+    return heads | ({"balanced": rounded(of_classes)} if uneven else {})
 
 
 def rounded(value: Any) -> Any:
