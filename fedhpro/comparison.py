@@ -19,6 +19,7 @@ from .report.curves import draw_curves
 from .report.page import write_report
 from .runs import Result, load_result
 
+CLASSES = "balanced"  # in a record: accuracies where every class counts the same
 # the paper's methods in its order
 ALL = ("fedavg", "fedprox", "moon", "fedproto", "fedtgp", "fedgmkd", "fedrcl", "fedsa", "fedhpro")
 
@@ -109,7 +110,9 @@ class Comparison:
         return sum(result.status == "finished" for results in self.results.values() for result in results)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Per method: final accuracy of each domain, and final, best and last5 of AVG, as (mean, std) over seeds."""
+        """Per method: final accuracy of each domain, and final, best and last5 of AVG, as (mean, std) over seeds; where
+        test sets have more of some classes, also the mean of the classes' own accuracies.
+        """
         found = []
         for label, results in self.results.items():
             done = [result for result in results if result.accuracy and result.status == "finished"]
@@ -121,7 +124,11 @@ class Comparison:
                     row[key] = _spread([result.accuracy[key] for result in done])
             for name in ("best", "last5"):
                 row[name] = _spread([headline(result.history)[name] for result in done])
+            if of_classes := [score["final"] for result in done if (score := headline(result.history, AVG, CLASSES))]:
+                row[CLASSES] = _spread(of_classes)
             found.append(row)
+        if not any(abs(row.get(CLASSES, row[AVG])[0] - row[AVG][0]) > 0.005 for row in found):
+            found = [{key: value for key, value in row.items() if key != CLASSES} for row in found]  # all classes alike
         return found
 
     def markdown(self) -> str:
@@ -145,13 +152,13 @@ class Comparison:
             draw_curves(list(first.values()), self.folder / "curves.png", list(first))
 
 
-TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five"}
+TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five", CLASSES: "mean of classes, final"}
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Those of any row, the domains first."""
     found = dict.fromkeys(key for row in rows for key in row)
-    last = [key for key in (AVG, "best", "last5") if key in found]
+    last = [key for key in TITLES if key in found]
     return [key for key in found if key not in ("method", "seeds", *last)] + last
 
 

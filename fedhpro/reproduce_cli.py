@@ -95,8 +95,10 @@ def sweep(
     labels = [f"{own.pop('method', method)}:" + ",".join(f"{k}={v}" for k, v in own.items()) for own in combinations]
     rows = entries([label.rstrip(":") for label in labels], common, control and "M" not in varied)
     config = configure(**(common | rows[0].keys))
-    domains = [domain.name for domain in load(config.data).domains]
-    columns = [*(domains if len(domains) > 1 and config.evaluation != "federated" else ()), "AVG"]
+    domains = load(config.data).domains
+    names = [domain.name for domain in domains] if len(domains) > 1 and config.evaluation != "federated" else []
+    uneven = any(len(set(domain.test.y.bincount().tolist())) > 1 for domain in domains)
+    columns = [*names, "AVG", *(["balanced"] if uneven and config.evaluation != "federated" else [])]
     frozen = {row.label for row in rows if row.keys.get("M") == 0 and "M" not in varied}
     experiment = Experiment(
         name="sweep",

@@ -62,6 +62,31 @@ def test_a_comparison_shows_finished_runs_only(tiny_source, tmp_path):
     assert [row["method"] for row in found.rows()] == ["a"] and found.finished == 1
 
 
+def test_a_comparison_shows_the_mean_of_the_classes_where_it_is_another_number(tiny_source, tmp_path):
+    keys = TINY | {"method": "fedavg", "local_steps": 1, "rounds": 1}
+    done = runs.run(configure(**keys, out=str(tmp_path / "run")), source=tiny_source)
+    found = Comparison(tmp_path, [0], {"fedavg": [done]})
+    assert "balanced" not in found.rows()[0]  # as many test samples of each class
+    done.history[-1]["balanced"] = {"AVG": 25.0}
+    assert found.rows()[0]["balanced"] == (25.0, None)
+    assert found.markdown().splitlines()[0].endswith("| AVG last five | mean of classes, final |")
+    del done.history[-1]["balanced"]
+    assert "balanced" not in found.rows()[0]
+
+
+def test_a_sweep_over_uneven_classes_has_their_mean(capsys, tmp_path):
+    for label, number in {"ill": 12, "well": 30}.items():
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for i in range(number):
+            Image.new("RGB", (16, 16), (i, 200 * (label == "ill"), 0)).save(tmp_path / f"data/{label}/{i}.png")
+    data = f"data=folder:{tmp_path / 'data'}"
+    rows = ["sweep", "lr=0.01,0.1", "method=fedavg", data, "scenario=iid", "clients=2", "rounds=1"]
+    code, _, error = call(capsys, *rows, "local_steps=1", "--out", tmp_path / "out", "--parallel", "1")
+    assert code == 0, error
+    cells = json.loads((tmp_path / "out/sweep.json").read_text())["cells"]
+    assert [cell["column"] for cell in cells] == ["AVG", "balanced"] * 2
+
+
 def test_a_stalled_run_does_not_end_a_comparison(capsys, tmp_path):
     rows = ["fedavg:lr=1e30", "fedprox", "rounds=4", *SMALL]
     code, _, error = call(capsys, "compare", *rows, "-q", "--out", tmp_path / "both")
