@@ -54,11 +54,15 @@ def one(name: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         done = fedhpro.run(**keys, source=source, out=f"{folder}/run")
     rounds = [
-        {"round": record["round"], "accuracy": record["accuracy"], "balanced": record["balanced"]}
+        {"round": record["round"], "accuracy": rounded(record["accuracy"]), "balanced": rounded(record["balanced"])}
         for record in done.history
         if "accuracy" in record
     ]
     return {"run": f"{name}-seed{seed}", "keys": keys, "rounds": rounds}
+
+
+def rounded(scores: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.5g}") for name, value in scores.items()}
 
 
 def main() -> None:

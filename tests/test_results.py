@@ -56,7 +56,9 @@ def test_tables_show_what_was_measured(results, page):
             assert tables.spread([measure(run) for run in seeds.values()]) in written, (name, measure)
 
 
-@pytest.mark.parametrize(("results", "page"), [("digits-lite-quarter", "plus"), ("digits-lite-quarter-labels", "plus")])
+@pytest.mark.parametrize(
+    ("results", "page"), [(f"digits-lite-{name}", "plus") for name in ("quarter", "quarter-labels", "rare")]
+)
 def test_pages_show_final_accuracies(results, page):
     written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     for name, seeds in tables.read(ROOT / "results" / f"{results}.jsonl").items():
