@@ -28,6 +28,7 @@ class Net(Protocol):
     num_classes: int
     classifier: torch.nn.Linear
     prior: Tensor | None  # where losses are balanced (`balanced`)
+    no_stages: str  # why `stages_and_features` cannot be asked for; mostly it can
 
     def features(self, x: Tensor) -> Tensor: ...  # z, before dropout
     def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]: ...  # pooled at five depths, and z
@@ -52,7 +53,6 @@ class Client(Protocol):
 
     def features(self, limit: int | None = None, augment: bool = False) -> tuple[Tensor, Tensor]:
         """z and y in eval mode, without gradients; with a limit, at most so many random samples of each class."""
-        ...
 
 
 METHODS: dict[str, type[Method]] = {}  # every class with a name of its own

@@ -63,6 +63,8 @@ class FedHProPlus(FedRCL):
 
     def prepare(self, client: Client) -> Tensors:
         anchors = frame(client.net.num_classes, client.net.dim).to(client.counts.device)
+        if self.contrasted and client.net.no_stages:  # said before the vote is for contrast
+            raise NotImplementedError(client.net.no_stages)
         found = {"anchors": anchors, "directions": F.normalize(anchors, dim=1)}
         if not self.agreed or client.received["pro"] >= MAJORITY:
             return found

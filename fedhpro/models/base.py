@@ -89,6 +89,7 @@ class Net(nn.Module):
     """A split model: `features` is f, `classify` is h. A family only has to say what its `trunk` computes."""
 
     precision: torch.dtype | None = None  # where given, the trunk computes in it; its features are float32 all the same
+    no_stages = ""  # why it has no depths to contrast at, where it has none
     prior: Tensor | None = None  # where losses are balanced: logarithms of the class frequencies of who trains it [C]
 
     def __init__(self, spec: Spec, natural: int, dropout: float = 0.0) -> None:
@@ -124,6 +125,8 @@ class Net(nn.Module):
 
     def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """`stages` and `features` from a single pass."""
+        if self.no_stages:
+            raise NotImplementedError(self.no_stages)
         depths, z = self.run_trunk(x, with_depths=True)
         return [global_average(depth).to(z.dtype) for depth in depths], z
 

@@ -14,6 +14,8 @@ KERNELS, FILTERS = (3, 4, 5), 100  # at most data/batches.py's WINDOW
 class TextCNN(Net):
     """Takes int64 token ids [n, length], 0 being padding; a text has at least five tokens, padding included."""
 
+    no_stages = "textcnn has one layer of convolutions side by side, hence no stages"
+
     def __init__(self, spec: Spec) -> None:
         if spec.vocab is None:
             raise ValueError("textcnn needs vocab, the number of token ids")
@@ -25,6 +27,3 @@ class TextCNN(Net):
     def trunk(self, x: Tensor, with_depths: bool = True) -> tuple[list[Tensor], Tensor]:
         words: Tensor = self.embedding(x).transpose(1, 2)
         return [], torch.cat([F.relu(conv(words)).amax(2) for conv in self.convs], 1)
-
-    def stages_and_features(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        raise NotImplementedError("textcnn has one layer of convolutions side by side, hence no stages")
