@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from fedhpro.evaluation import differs
 from fedhpro.matrix import gpu_share, use_of_gpu
 from fedhpro.runs import RunFolder
 
@@ -77,8 +78,7 @@ def ways(record: dict[str, Any]) -> dict[str, Any]:
     found = {name: rounded(scores["AVG"]) for name, scores in record["heads"].items()}
     heads = {"heads": found} if len(found) > 1 else {}
     of_classes = record.get("balanced", record["accuracy"])["AVG"]
-    uneven = abs(of_classes - record["accuracy"]["AVG"]) > 0.005
-    return heads | ({"balanced": rounded(of_classes)} if uneven else {})
+    return heads | ({"balanced": rounded(of_classes)} if differs(of_classes, record["accuracy"]["AVG"]) else {})
 
 
 def rounded(value: Any) -> Any:

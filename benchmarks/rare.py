@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from matrix import rounded
+
 RARE = 7
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
@@ -59,10 +61,6 @@ def one(name: str, seed: int) -> dict[str, Any]:
         if "accuracy" in record
     ]
     return {"run": f"{name}-seed{seed}", "keys": keys, "rounds": rounds}
-
-
-def rounded(scores: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.5g}") for name, value in scores.items()}
 
 
 def main() -> None:

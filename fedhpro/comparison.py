@@ -12,7 +12,7 @@ from typing import Any
 
 from .config import Config, configure, parse
 from .errors import ConfigError, FederationStalled
-from .evaluation import AVG, headline
+from .evaluation import AVG, differs, headline
 from .files import write_atomically
 from .matrix import Say, is_done, run_all
 from .report.curves import draw_curves
@@ -127,7 +127,7 @@ class Comparison:
             if of_classes := [score["final"] for result in done if (score := headline(result.history, AVG, CLASSES))]:
                 row[CLASSES] = _spread(of_classes)
             found.append(row)
-        if not any(abs(row.get(CLASSES, row[AVG])[0] - row[AVG][0]) > 0.005 for row in found):
+        if not any(differs(row[CLASSES][0], row[AVG][0]) for row in found if CLASSES in row):
             found = [{key: value for key, value in row.items() if key != CLASSES} for row in found]  # all classes alike
         return found
 

@@ -78,6 +78,11 @@ def headline(history: Sequence[dict[str, Any]], key: str = AVG, group: str = "ac
     return {"final": points[-1][1], "best": best, "best_round": best_round, "last5": mean(last)}
 
 
+def differs(of_classes: float | None, accuracy: float) -> bool:
+    """Whether the mean of the classes is another number, as where a test set has more of some classes."""
+    return of_classes is not None and abs(of_classes - accuracy) > 0.005
+
+
 def rounds_to_accuracy(history: Sequence[dict[str, Any]], wanted: float, key: str = AVG) -> int | None:
     """The first round whose accuracy is at least the wanted one; None where no evaluated round has it."""
     return next((r["round"] for r in _complete(history) if r["accuracy"][key] >= wanted), None)

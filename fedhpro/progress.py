@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .callbacks import Callback
-from .evaluation import AVG, headline
+from .evaluation import AVG, differs, headline
 
 if TYPE_CHECKING:
     from .federation import Federation
@@ -114,7 +114,7 @@ def result_table(result: Result) -> Table:
     table.add_row(f"best round ({best})", *(f"{at_best[key]:.2f}" for key in keys))
     table.add_row("mean of last five", *(f"{headline(result.history, key)['last5']:.2f}" for key in keys))
     balanced = {key: headline(result.history, key, "balanced").get("final") for key in keys}
-    if any(value is not None and abs(value - result.accuracy[key]) > 0.005 for key, value in balanced.items()):
+    if any(differs(value, result.accuracy[key]) for key, value in balanced.items()):
         cells = ("-" if value is None else f"{value:.2f}" for value in balanced.values())
         table.add_row("final, mean of classes", *cells)  # test sets whose classes differ in size
     return table

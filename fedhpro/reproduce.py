@@ -65,8 +65,8 @@ class Experiment(BaseModel):
     name: str
     title: str
     about: str = ""
-    seeds: list[int] = [0, 1, 2]
-    quick_seeds: list[int] = [0]
+    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    quick_seeds: list[int] = Field(default=[0], min_length=1)
     keys: Keys = {}
     figure: Literal["curves", "L_GM", "sweep", "tsne", "bars"] | None = None
     pairs: list[tuple[str, str]] | None = None  # rows to compare in words; none: FedHPro with its control and row 1
@@ -232,12 +232,12 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
         for row in experiment.rows
     }
     for setting in experiment.settings:
-        config = configs[experiment.rows[0].name, setting.name, seeds[0]]
-        for column in setting.columns:
-            try:
-                check(column, _domains(config))
-            except ConfigError as error:
-                raise ConfigError(f"{experiment.name}, {setting.name}: {error}") from None
+        domains = _domains(configs[experiment.rows[0].name, setting.name, seeds[0]])
+        try:
+            for column in setting.columns:
+                check(column, domains)
+        except ConfigError as error:
+            raise ConfigError(f"{experiment.name}, {setting.name}: {error}") from None
     gone = {data: text for data in {c.data: None for c in configs.values()} if (text := _missing(data))}
     return Plan(experiment, configs, gone)
 

@@ -477,6 +477,9 @@ def test_a_column_that_no_run_will_have_is_refused_before_any_of_them(tmp_path):
         (tmp_path / "tiny.toml").write_text(TINY_EXPERIMENT.replace('"mb_up"', f'"{column}"'))
         with pytest.raises(ConfigError, match=f"tiny, digits.lite: there is no column '{column}'.*{meant}"):
             reproduce.plan(reproduce.load(str(tmp_path / "tiny.toml")), tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY_EXPERIMENT.replace("seeds = [0]", "seeds = []"))
+    with pytest.raises(ConfigError, match=r"tiny\.toml: seeds: List should have at least 1 item"):
+        reproduce.load(str(tmp_path / "tiny.toml"))
     measures.check("ward 3", [])  # may be a site of one's own data
     with pytest.raises(ConfigError, match=r"no column 'head\.nearest'"):
         measures.check("head.nearest", [])

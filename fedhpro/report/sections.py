@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..card import command
-from ..evaluation import AVG, HELD_OUT_SAMPLES
+from ..evaluation import AVG, HELD_OUT_SAMPLES, differs
 from .charts import Series, bubbles, figure, line_chart, matrix, stacked_bars, swatch
 from .markup import Markup, join, table, tag
 from .reading import Group, Holdings, Run
@@ -303,7 +303,7 @@ def _other_measures(groups: Sequence[Group]) -> Markup:
             found = {f"predicted by {name.replace('_', ' ')}": values.get(AVG) for name, values in last.heads.items()}
             found = found if len(found) > 1 else {}
             balanced = (last.balanced or {}).get(AVG)
-            if balanced is not None and abs(balanced - (last.accuracy or {}).get(AVG, balanced)) > 0.005:
+            if balanced is not None and differs(balanced, (last.accuracy or {}).get(AVG, balanced)):
                 found["mean of the classes"] = balanced
             if last.own_labels is not None:
                 found["weighted by the client's own labels"] = last.own_labels
