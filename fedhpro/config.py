@@ -134,7 +134,7 @@ class Config(BaseModel):
         description="clients trained at once; none: one per core, 4 to 10 on a GPU; 0: in this process, eagerly",
     )
     precision: Literal["auto", "fp32", "tf32", "bf16"] = Field(
-        "auto", description="of the convolutions on a GPU; auto: tf32, which is torch's own default there"
+        "auto", description="of the convolutions; auto: fp32 on a CPU, tf32 on a GPU, as in torch itself"
     )
     compress: Literal["fp16", "bf16"] | None = Field(
         None, description="numbers of an uploaded model in half their bytes (flower)"

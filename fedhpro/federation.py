@@ -506,8 +506,8 @@ def check_engine(config: Config) -> None:
 
 def choose_device(config: Config) -> torch.device:
     if config.engine in ("cpu", "flower"):
-        if config.precision not in ("auto", "fp32"):
-            raise ConfigError(f"precision={config.precision}: the {config.engine} engine computes in fp32")
+        if config.precision == "tf32":
+            raise ConfigError("precision=tf32: only a GPU has it; on a CPU choose fp32 or bf16")
         return torch.device("cpu")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # each stream its own way to the GPU
     if not torch.cuda.is_available():

@@ -43,6 +43,24 @@ def test_same_bits_for_any_number_of_workers(tiny_source, method):
         assert all(same(one.memories[k], other.memories[k]) for k in one.memories)
 
 
+def test_half_the_bits_on_a_cpu(tiny_source):
+    """bf16 gives the same bits with any number of workers too, other ones than fp32, and nearly its model."""
+    (full, _), (alone, one), (pooled, other) = (
+        records(tiny_source, rounds=1, lr=0.01, **keys)
+        for keys in ({}, {"precision": "bf16"}, {"precision": "bf16", "workers": 2})
+    )
+    assert json.dumps(alone) == json.dumps(pooled) and same(one.model, other.model)
+    assert alone != full and alone[0]["loss"] != full[0]["loss"]
+    assert all(value.dtype == torch.float32 for value in one.model.values())
+    for name, loss in full[0]["loss"].items():
+        assert alone[0]["loss"][name] == pytest.approx(loss, rel=0.02)
+
+
+def test_tf32_is_not_for_a_cpu(tiny_source):
+    with pytest.raises(ConfigError, match="only a GPU has it; on a CPU choose fp32 or bf16"):
+        Federation(configure(**TINY, precision="tf32"), tiny_source)
+
+
 def test_other_seed_other_numbers(tiny_source):
     assert records(tiny_source)[0] != records(tiny_source, seed=1)[0]
 

@@ -279,3 +279,16 @@ def test_mistakes_are_named() -> None:
         build("textcnn", 10)
     with pytest.raises(ValueError, match="16 pixels"):
         build("cnn", 10, image_size=12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_the_bits_in_the_trunk_alone(name: str) -> None:
+    """In bf16 features and gradients are float32 all the same, and near those of float32."""
+    full = small(name, stem="3x3/2").eval()
+    half = copy.deepcopy(full)
+    half.precision = torch.bfloat16
+    expected, z = full.features(batch(name)), half.features(batch(name))
+    assert z.dtype == torch.float32
+    assert not torch.equal(z, expected) and torch.dist(z, expected) < 0.03 * expected.norm()
+    half.classify(z).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in half.parameters())

@@ -22,6 +22,8 @@ def rounds(quick: bool = False) -> dict[str, Any]:
         "fedhpro": {"method": "fedhpro"},
         "fedhpro M=0": {"method": "fedhpro", "M": 0},
         "fedhpro without margin": {"method": "fedhpro", "margin": "off"},
+        "fedavg, 64 filters": {"method": "fedavg", "width": 64},
+        "fedavg, 64 filters, bf16": {"method": "fedavg", "width": 64, "precision": "bf16"},
     }
     seconds = {name: seconds_per_round(count, **({"workers": cores} | keys)) for name, keys in cases.items()}
     return {"rounds": count - 1, "seconds": {name: round(value, 4) for name, value in seconds.items()}}
