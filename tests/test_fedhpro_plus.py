@@ -27,10 +27,33 @@ def test_anchors_are_at_right_angles_as_long_as_random_ones_and_not_negative(cla
 
 @pytest.mark.parametrize(
     "counts, strength",
-    [([5, 5, 5, 5], 1), ([7, 0, 0, 0], 0), ([3, 3, 0, 0], 1 / 3), ([3, 1, 0, 0], (4 / 3**0.75 - 1) / 3), ([9], 0)],
+    [
+        ([7, 0, 0, 0], 0),
+        ([3000, 3000, 0, 0], 1 / 3),
+        ([3000, 1000, 0, 0], (4 / 3**0.75 - 1) / 3),
+        ([9], 0),
+        ([1, 0], 0),
+    ],
 )
-def test_strength_is_how_evenly_labels_are_spread(counts, strength):
-    assert mixture(torch.tensor(counts)).item() == pytest.approx(strength, abs=1e-6)
+def test_a_mixture_is_how_evenly_many_labels_are_spread(counts, strength):
+    assert mixture(torch.tensor(counts)).item() == pytest.approx(strength, abs=2e-4)
+
+
+@pytest.mark.parametrize("classes, samples", [(10, 5), (10, 30), (100, 50), (100, 5000), (397, 198)])
+def test_a_mixture_does_not_blame_small_clients(classes, samples):
+    """Labels drawn evenly: the reference is their mean entropy, so most of any number of them count as mixed."""
+    draws = torch.randint(classes, (400, samples), generator=torch.Generator().manual_seed(0))
+    held = torch.nn.functional.one_hot(draws, classes).sum(1)
+    entropies = torch.special.entr(held / samples).sum(1).double()
+    even = (
+        torch.tensor([samples // classes] * classes) if samples >= classes else (torch.arange(classes) < samples).long()
+    )
+    seen = torch.stack([mixture(counts) for counts in held])
+    inside = seen < 1
+    reference = (entropies.expm1() / seen)[inside].mean().log1p()  # what its entropy was compared with
+    assert reference.item() == pytest.approx(entropies.mean().item(), rel=0.01)
+    assert (seen >= 0.5).double().mean() > 0.95 and mixture(even) == 1
+    assert mixture(torch.tensor([samples - 1, 1] + [0] * (classes - 2))) < 0.5  # one class, and one other sample
 
 
 def test_loss_by_hand():
