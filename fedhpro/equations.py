@@ -87,11 +87,12 @@ def match(
     active = present & (target.abs().amax(1) > 0)
     goal = torch.where(active[:, None], _direction(target), 0.0)  # a class without a goal has no slope
     logits, gram = hyper @ weight.T + bias, weight @ weight.T
+    least = 1e3 * torch.finfo(hyper.dtype).tiny  # of a gradient: below it the slope of a class that is fitted overflows
     moved, trace = torch.zeros_like(logits), []
     for _ in range(steps):
         probabilities = torch.softmax(logits, dim=2)  # [C, I, C]
         gradients = _minus_onehot(probabilities.mean(1)) @ weight  # Eq 7
-        length = _length(gradients)
+        length = _length(gradients).clamp_min(least)
         ours = gradients / length
         cosine = (goal * ours).sum(1, keepdim=True)
         trace.append(torch.where(active, 1 - cosine[:, 0], 0.0))  # Eq 8

@@ -192,6 +192,18 @@ def test_match_in_the_row_space_is_the_descent_in_all_dimensions(C, I, d, dtype,
                                rtol=rtol, atol=rtol)  # fmt: skip
 
 
+@pytest.mark.parametrize("gap", [20, 80, 92, 95, 98, 103, 110])
+def test_match_is_finite_where_other_classes_have_next_to_no_probability(gap):
+    """From a gap of 88 in float32 they are below the smallest normal number: slopes must not become infinite."""
+    C = 4
+    S, target = (
+        gap * torch.eye(C)[:, None].repeat(1, 2, 1),
+        torch.randn(C, C, generator=torch.Generator().manual_seed(0)),
+    )
+    matched, trace = eq.match(S, target, torch.ones(C, dtype=torch.bool), torch.eye(C), torch.zeros(C))
+    assert matched.isfinite().all() and trace.isfinite().all() and (trace >= -1e-5).all()
+
+
 def test_match_of_hyper_prototypes_that_the_classifier_knows_already():
     """Their own gradients are of the order of 1e-20: squares of them do not exist in float32."""
     C, d = 4, 8

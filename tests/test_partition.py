@@ -393,10 +393,18 @@ def test_long_tails_are_exact(classes, n, rho, seed):
 
 
 def test_a_long_tail_of_unequal_classes_keeps_its_shape():
-    """The second class is too small for 100 of the first: 90 is what all of them can follow."""
+    """The second class is too small for 100 of the first: 91 is what all of them can follow, floor(45.5) is 45."""
     labels = np.repeat([0, 1, 2], [100, 45, 60])
     counts = np.bincount(labels[partition.long_tail(labels, 4, rng())])
-    assert counts.tolist() == [90, 45, 22]
+    assert counts.tolist() == [91, 45, 22]
+
+
+@quick
+@given(st.integers(2, 12), st.integers(1, 400), st.sampled_from([1, 3, 10, 50, 100]))
+def test_a_long_tail_cut_again_stays_as_it_is(classes, n, rho):
+    sizes = [exactly(n, rho, c, classes) for c in range(classes)]
+    if sizes[-1] > 0:
+        assert len(partition.long_tail(np.repeat(np.arange(classes), sizes), rho, rng())) == sum(sizes)
 
 
 @pytest.mark.parametrize("rho", [0.5, 0, -1, float("nan"), float("inf")])

@@ -211,6 +211,19 @@ def test_means_go_by_counts_of_their_own():
 # attacks
 
 
+def test_points_of_a_refitted_classifier_are_those_of_their_holders(tiny_source):
+    """A client reports `point_counts` beside them, and no others where nothing is matched."""
+    federation = Federation(configure(**TINY, method="fedhpro", refit="means", M=0, uplink="off"), tiny_source)
+    assert {
+        "report/points",
+        "report/point_counts",
+    } <= federation.upload.keys() and "report/counts" not in federation.upload
+    points, held = torch.full((5, 2, 3), 10.0), torch.tensor([[4, 2], [4, 2], [4, 2], [4, 0], [4, 0]])
+    points[held == 0] = 0.0
+    _, one = robust.trimmed(torch.zeros(5, 0), {"points": points, "point_counts": held}, 1)
+    torch.testing.assert_close(one["points"], torch.full((1, 2, 3), 10.0))
+
+
 def uploads(source, **keys):
     """What client k sends in round 1 for each k, who is hostile, and what was received."""
     federation = Federation(configure(**(SIX | {"local_steps": 2} | keys)), source)

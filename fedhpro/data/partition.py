@@ -144,7 +144,7 @@ def long_tail(labels: np.ndarray, rho: float, rng: np.random.Generator) -> np.nd
     _enough(labels, 1, 1)
     classes, counts = np.unique(labels, return_counts=True)
     shape = rho ** (-np.arange(len(classes)) / max(1, len(classes) - 1))
-    largest = int((counts / shape).min())
+    largest = int(min(counts[0], np.ceil(((counts + 1 - 2e-9) / shape).min()) - 1))  # whose floors all classes can fill
     sizes = np.floor(largest * shape + 1e-9).astype(int)  # 5000 * 0.01 must not be 49
     if sizes[-1] < 1:
         raise PartitionError(

@@ -33,10 +33,10 @@ class FedHProRefit(FedHProGlobal):
             points, counts = eq.class_means(z, y, client.net.num_classes)  # Eq 2
         else:
             points, counts = hard_means(z, y, h.weight.detach(), h.bias.detach())
-        return {"points": points, "held": counts}
+        return {"points": points, "point_counts": counts}
 
     def report(self, client: Client, context: Tensors) -> Tensors:
-        return super().report(client, context) | {k: context[k] for k in ("points", "held") if k in context}
+        return super().report(client, context) | {k: context[k] for k in ("points", "point_counts") if k in context}
 
     def aggregate(
         self, state: Tensors, model: Tensors, reports: Tensors, rng: torch.Generator
@@ -44,7 +44,7 @@ class FedHProRefit(FedHProGlobal):
         override: Tensors = {}
         if self.refit != "off":
             h = model["classifier.weight"], model["classifier.bias"]
-            weight, bias = refitted(reports["points"], reports["held"] > 0, *h)
+            weight, bias = refitted(reports["points"], reports["point_counts"] > 0, *h)
             override = {"classifier.weight": weight, "classifier.bias": bias}
         return super().aggregate(state, model | override, reports, rng)[0], override
 
