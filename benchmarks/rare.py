@@ -12,14 +12,20 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from matrix import rounded
 
+import fedhpro
+from fedhpro import data
+from fedhpro.data.sources import Source, Split
+
 RARE = 7
+PARTS = ("train", "validation", "test")
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
     "fedavg-balanced": {"method": "fedavg", "balanced": True},
@@ -33,48 +39,43 @@ ROWS: dict[str, dict[str, Any]] = {
 KEYS = {"data": "digits-lite", "evaluate_every": 3, "workers": 0}
 
 
-def one(name: str, seed: int) -> dict[str, Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    import fedhpro
-    from fedhpro import data
-    from fedhpro.data.sources import Split
-
+def sevens() -> Source:
     def relabelled(split: Split) -> Split:
         return Split(split.x, (split.y == RARE).long())
 
     source = data.load("digits-lite")
-    parts = ("train", "validation", "test")
     domains = [
-        dataclasses.replace(domain, **{part: relabelled(getattr(domain, part)) for part in parts})
+        dataclasses.replace(domain, **{part: relabelled(getattr(domain, part)) for part in PARTS})
         for domain in source.domains
     ]
-    source = dataclasses.replace(source, name="sevens", domains=tuple(domains), classes=("other", "seven"))
-    keys = KEYS | ROWS[name] | {"seed": seed}
+    return dataclasses.replace(source, name="sevens", domains=tuple(domains), classes=("other", "seven"))
+
+
+def one(make: Callable[[], Source], name: str, keys: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        done = fedhpro.run(**keys, source=source, out=f"{folder}/run")
+        done = fedhpro.run(**keys, source=make(), out=f"{folder}/run")
     rounds = [
         {"round": record["round"], "accuracy": rounded(record["accuracy"]), "balanced": rounded(record["balanced"])}
         for record in done.history
         if "accuracy" in record
     ]
-    return {"run": f"{name}-seed{seed}", "keys": keys, "rounds": rounds}
+    return {"run": name, "keys": keys, "rounds": rounds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(make: Callable[[], Source], about: str, rows: dict[str, dict[str, Any]], keys: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
     parser.add_argument("--parallel", type=int, default=2)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows))
     options = parser.parse_args()
     before = options.out.read_text().splitlines() if options.out.exists() else []
     there = {json.loads(line)["run"] for line in before}
-    jobs = [(n, seed) for seed in options.seeds for n in options.rows if f"{n}-seed{seed}" not in there]
+    jobs = {f"{n}-seed{seed}": keys | rows[n] | {"seed": seed} for seed in options.seeds for n in options.rows}
     with multiprocessing.get_context("spawn").Pool(options.parallel, maxtasksperchild=1) as pool:
-        for answer in [pool.apply_async(one, job) for job in jobs]:
+        answers = [pool.apply_async(one, (make, name, keys)) for name, keys in jobs.items() if name not in there]
+        for answer in answers:
             found = answer.get()
             last = found["rounds"][-1]
             with options.out.open("a") as file:
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sevens, str(__doc__), ROWS, KEYS)

@@ -164,6 +164,28 @@ def test_what_was_compared_as_frames_is_the_method_of_the_package(tmp_path):
     assert [line for line in done.stdout.splitlines() if line in ("same", "other")] == ["same"] * 5
 
 
+MADE = """
+import json, sys
+import pairs, rare
+made, sevens = pairs.pairs(), rare.sevens()
+part = made.domains[0].train
+print(json.dumps([made.num_classes, sorted(made.allocation.values()), list(part.x.shape), int(part.y.max())]))
+print(json.dumps([sevens.classes, [round(float(domain.train.y.double().mean()), 3) for domain in sevens.domains]]))
+print(json.dumps(rare.one(rare.sevens, "a-seed0", json.loads(sys.argv[1]))))
+"""
+
+
+def test_data_that_benchmarks_make_of_digits_lite():
+    keys = TINY | {"local_steps": 1, "rounds": 1, "method": "fedavg"}
+    command = [sys.executable, "-c", MADE, json.dumps(keys)]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made, sevens, run = [json.loads(line) for line in done.stdout.splitlines() if line[0] in "[{"]
+    assert made == [100, [[3, 250], [4, 500], [6, 350], [7, 150]], [750, 3, 32, 32], 99]
+    assert sevens == [["other", "seven"], [0.1] * 4]
+    assert run["run"] == "a-seed0" and [record["round"] for record in run["rounds"]] == [1]
+
+
 def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers(tmp_path):
     """In a process of its own: it registers a method."""
     command = [sys.executable, "-c", AWAKE, json.dumps(TINY | {"local_steps": 1}), str(tmp_path)]
