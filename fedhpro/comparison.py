@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, configure, parse
-from .errors import ConfigError, FederationStalled
+from .errors import ConfigError, FederationStalled, RunError
 from .evaluation import AVG, differs, headline
 from .files import write_atomically
-from .matrix import Say, is_done, run_all
+from .matrix import Say, fingerprint, found_in_place, is_done, run_all
 from .report.curves import draw_curves
 from .report.page import write_report
-from .runs import Result, load_result
+from .runs import Result
 
 CLASSES = "balanced"  # in a record: accuracies where every class counts the same
 # the paper's methods in its order
@@ -74,10 +74,11 @@ def compare(
     One at a time they go through `start`, in this process; several at once, `say` hears how each ended.
     """
     folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
+    names = _folder_names(rows, common)
     configs = [
-        (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{_slug(row.label)}-seed{seed}")})))
+        (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{name}-seed{seed}")})))
         for seed in seeds
-        for row in rows
+        for row, name in zip(rows, names, strict=True)
     ]
     whole = True
     if parallel > 1:
@@ -93,8 +94,10 @@ def compare(
                 say(config, f"failed: {error}")
     results: dict[str, list[Result]] = {row.label: [] for row in rows}
     for row, config in configs:
-        if (Path(config.out) / "config.toml").is_file():
-            results[row.label].append(load_result(Path(config.out)))
+        if (result := found_in_place(config)) is not None:
+            results[row.label].append(result)
+    if whole and not any(results.values()):
+        raise RunError("none of the runs could start, each for the reason above")
     return Comparison(folder, list(seeds), results, whole)
 
 
@@ -174,8 +177,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def _slug(label: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
+def _folder_names(rows: Sequence[Entry], common: dict[str, Any]) -> list[str]:
+    """The labels without what a file system may not like, and where that leaves two alike, told apart by a hash."""
+    names = ["".join(letter if letter.isalnum() else "-" for letter in row.label).strip("-") for row in rows]
+    return [
+        name if names.count(name) == 1 else f"{name}-{fingerprint(configure(**(common | row.keys)))}"
+        for row, name in zip(rows, names, strict=True)
+    ]
 
 
 def table(comparison: Comparison) -> Any:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fedhpro import runs
 from fedhpro.attacks import Attack
-from fedhpro.comparison import Comparison, columns, entries
+from fedhpro.comparison import Comparison, _folder_names, columns, entries
 from fedhpro.config import configure, without_effect
 from fedhpro.data.own import from_folder, from_tensors
 from fedhpro.errors import ConfigError, RunError
@@ -209,3 +209,23 @@ def test_predict_reads_the_csv_file_that_a_run_reads(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     (tmp_path / "list.csv").write_text("image;label;site\na.png;ill;north\n")
     assert [name for name, _ in read_images(tmp_path / "list.csv", (3, 8, 8))] == ["a.png"]
+
+
+def test_a_comparison_has_no_runs_of_another_config(capsys, tmp_path):
+    command = ["compare", "fedavg", "fedprox", "-q", "rounds=1", "samples_per_client=40", *SMALL, "--out", tmp_path]
+    assert call(capsys, *command)[0] == 0
+    before = (tmp_path / "comparison.md").read_text()
+    for more in ([], ["--parallel", "2"]):
+        code, text, error = call(capsys, *command, "lr=0.5", *more)
+        assert code == 2 and "fedavg" not in text and error.count("another config") == (2 if more else 1)
+    assert (tmp_path / "comparison.md").read_text() == before
+    (tmp_path / "fedprox-seed0").rename(tmp_path / "elsewhere")
+    code, text, error = call(capsys, *command, "lr=0.5", "--parallel", "2")
+    assert code == 1 and "fedprox" in text and "fedavg" not in text and "1 of 2 are finished" in error
+
+
+def test_rows_whose_labels_differ_in_signs_only_have_folders_of_their_own():
+    rows = entries(["fedavg", "fedavg:data=folder:/a/b", "fedavg:data=folder:/a-b"], {})
+    plain, *alike = _folder_names(rows, {})
+    assert plain == "fedavg" and len(set(alike)) == 2
+    assert all(name.startswith("fedavg-data-folder--a-b-") for name in alike)
