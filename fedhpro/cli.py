@@ -187,7 +187,10 @@ def compare(
             raise ConfigError(f"{name} is not a key here: methods and --seeds and --out say it")
     if out_folder is not None:
         common["out"] = str(out_folder)
+    if track and parallel > 1:
+        raise ConfigError("--track goes with one run at a time: give it without --parallel")
     rows = comparison.entries(names, common, control)
+    configs = comparison.check(rows, common)
 
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):
@@ -195,7 +198,8 @@ def compare(
         return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json, track))
 
     _callbacks(quiet, as_json, track)  # what is wrong with them shows before anything is fetched
-    bring(configure(**(common | rows[0].keys)).data)
+    for data in dict.fromkeys(config.data for config in configs):
+        bring(data)
 
     def say(config: Config, status: str) -> None:
         err.print(f"{config.out}: {status}", markup=False, highlight=False, soft_wrap=True)

@@ -10,9 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from . import nearest
 from .config import Config, configure, parse
-from .errors import ConfigError, FederationStalled, RunError
+from .errors import ConfigError, RunError, UserError
 from .evaluation import AVG, differs, headline
+from .federation import check_engine, choose_exchange
 from .files import write_atomically
 from .matrix import Say, fingerprint, found_in_place, is_done, run_all
 from .report.curves import draw_curves
@@ -61,6 +63,17 @@ def _label(method: str, keys: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
 
 
+def check(rows: Sequence[Entry], common: dict[str, Any]) -> list[Config]:
+    """The config of each row; what is wrong with one and shows without its data does so before another is trained."""
+    configs = [configure(**(common | row.keys)) for row in rows]
+    for config in configs:
+        if config.evaluation == "off":
+            raise ConfigError("evaluation=off leaves a comparison nothing to show: choose central or federated")
+        check_engine(config)
+        nearest.check(config, choose_exchange(config, config.build_method()))
+    return configs
+
+
 def compare(
     rows: Sequence[Entry],
     seeds: Sequence[int],
@@ -69,9 +82,10 @@ def compare(
     parallel: int = 1,
     say: Say = lambda config, status: None,
 ) -> Comparison:
-    """Run every row with every seed, seed by seed; all configs are checked before the first one starts.
+    """Run every row with every seed, seed by seed; one that fails does not keep the others from running.
 
-    One at a time they go through `start`, in this process; several at once, `say` hears how each ended.
+    One at a time they go through `start`, in this process, and `say` hears of failures; of several at once it hears
+    how each ended.
     """
     folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
     names = _folder_names(rows, common)
@@ -90,7 +104,7 @@ def compare(
                 if not is_done(config) and start(config, title).status != "finished":
                     whole = False
                     break
-            except FederationStalled as error:  # the others go on
+            except UserError as error:  # the others go on
                 say(config, f"failed: {error}")
     results: dict[str, list[Result]] = {row.label: [] for row in rows}
     for row, config in configs:
