@@ -135,10 +135,13 @@ class Comparison:
             done = [result for result in results if result.accuracy and result.status == "finished"]
             if not done:
                 continue
+            tested = {  # of models at home, who never took part has none
+                key: _spread([result.accuracy[key] for result in done])
+                for key in done[0].accuracy
+                if all(key in result.accuracy for result in done)
+            }
             row: dict[str, Any] = {"method": label, "seeds": [result.config.seed for result in done]}
-            for key in done[0].accuracy:
-                if all(key in result.accuracy for result in done):  # of models at home, who never took part has none
-                    row[key] = _spread([result.accuracy[key] for result in done])
+            row |= {AVG: tested.pop(AVG), "domains": tested}  # apart: a domain may have any name
             for name in ("best", "last5"):
                 row[name] = _spread([headline(result.history)[name] for result in done])
             if of_classes := [score["final"] for result in done if (score := headline(result.history, AVG, CLASSES))]:
@@ -148,15 +151,26 @@ class Comparison:
             found = [{key: value for key, value in row.items() if key != CLASSES} for row in found]  # all classes alike
         return found
 
-    def markdown(self) -> str:
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Titles, the domains of any row before the means over them, and a line for each row."""
         rows = self.rows()
-        if not rows:
+        domains = list(dict.fromkeys(name for row in rows for name in row["domains"]))
+        means = [key for key in TITLES if any(key in row for row in rows)]
+        lines = []
+        for row in rows:
+            few = len(row["seeds"]) < len(self.seeds)
+            name = f"{row['method']} ({len(row['seeds'])} of {len(self.seeds)} seeds)" if few else row["method"]
+            values = [row["domains"].get(domain) for domain in domains] + [row.get(key) for key in means]
+            lines.append([name, *map(show, values)])
+        return ["method", *domains, *(TITLES[key] for key in means)], lines
+
+    def markdown(self) -> str:
+        titles, lines = self.cells()
+        if not lines:
             return "no run is finished and has an evaluated round\n"
-        keys = columns(rows)
-        titles = ["method", *(TITLES.get(key, key) for key in keys)]
-        lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * len(keys) + "|"]
-        lines += ["| " + " | ".join([row["method"], *(show(row.get(key)) for key in keys)]) + " |" for row in rows]
-        return "\n".join(lines) + "\n"
+        rule = "|---" + "|---:" * (len(titles) - 1) + "|"
+        titled, *below = ("| " + " | ".join(line) + " |" for line in (titles, *lines))
+        return "\n".join([titled, rule, *below]) + "\n"
 
     def save(self) -> None:
         write_atomically(self.folder / "comparison.md", self.markdown())
@@ -170,13 +184,6 @@ class Comparison:
 
 
 TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five", CLASSES: "mean of classes, final"}
-
-
-def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Those of any row, the domains first."""
-    found = dict.fromkeys(key for row in rows for key in row)
-    last = [key for key in TITLES if key in found]
-    return [key for key in found if key not in ("method", "seeds", *last)] + last
 
 
 def show(spread: tuple[float, float | None] | None) -> str:
@@ -201,15 +208,15 @@ def _folder_names(rows: Sequence[Entry], common: dict[str, Any]) -> list[str]:
 
 
 def table(comparison: Comparison) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
-    rows = comparison.rows()
+    titles, lines = comparison.cells()
     seeds = ", ".join(map(str, comparison.seeds))
     found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
-    keys = columns(rows)
     found.add_column("method", style="bold", overflow="fold")  # a name is broken rather than cut short
-    for key in keys:
-        found.add_column(TITLES.get(key, key), justify="right", style="green" if key == AVG else "")
-    for row in rows:
-        found.add_row(row["method"], *(show(row.get(key)) for key in keys))
+    for title in titles[1:]:
+        found.add_column(escape(title), justify="right", style="green" if title == TITLES[AVG] else "")
+    for line in lines:
+        found.add_row(*map(escape, line))
     return found

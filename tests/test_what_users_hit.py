@@ -1,15 +1,17 @@
 """What reviewers ran into: commands that crashed, or said less than the truth."""
 
+import io
 import json
 
 import pytest
 import torch
 from conftest import TINY, call
 from PIL import Image
+from rich.console import Console
 
 from fedhpro import runs
 from fedhpro.attacks import Attack
-from fedhpro.comparison import Comparison, _folder_names, columns, entries
+from fedhpro.comparison import Comparison, _folder_names, entries, table
 from fedhpro.config import configure, without_effect
 from fedhpro.data.own import from_folder, from_tensors
 from fedhpro.errors import ConfigError, RunError
@@ -39,7 +41,9 @@ def test_models_that_stay_at_clients_who_did_not_all_take_part(capsys, tmp_path)
     code, _, error = call(capsys, *arguments, "--out", tmp_path / "both")
     assert code == 0, error
     local, fedavg = json.loads((tmp_path / "both" / "comparison.json").read_text())
-    assert columns([local, fedavg])[-3:] == ["AVG", "best", "last5"] and set(fedavg) > set(local)
+    assert set(fedavg["domains"]) > set(local["domains"])
+    title = (tmp_path / "both" / "comparison.md").read_text().splitlines()[0]
+    assert title.endswith("| AVG final | AVG best | AVG last five |")
 
 
 def test_the_control_is_there_once_and_a_row_is_not_another_by_its_spelling():
@@ -236,3 +240,19 @@ def test_a_row_that_its_data_does_not_allow_does_not_end_a_comparison(capsys, tm
     code, _, error = call(capsys, "compare", *rows, "-q", "--out", tmp_path)
     assert code == 1 and "model=textcnn does not fit" in error and "2 of 3 are finished" in error
     assert [row["method"] for row in json.loads((tmp_path / "comparison.json").read_text())] == ["fedavg", "fedprox"]
+
+
+def test_sites_of_any_name_and_missing_seeds_show_in_a_comparison(tmp_path):
+    def finished(seed):
+        scores = {"best": 10.0, "seeds": 20.0, "[x]": 30.0, "AVG": 20.0}
+        return runs.Result(tmp_path, configure(seed=seed), [{"round": 1, "accuracy": scores}], "finished")
+
+    found = Comparison(tmp_path, [0, 1], {"a": [finished(0), finished(1)], "b": [finished(0)]})
+    header, _, a, b = found.markdown().splitlines()
+    assert header == "| method | best | seeds | [x] | AVG final | AVG best | AVG last five |"
+    assert a.startswith("| a | 10.00 ± 0.00 | 20.00 ± 0.00 | 30.00 ± 0.00 | 20.00 ± 0.00 |")
+    assert b == "| b (1 of 2 seeds) | 10.00 | 20.00 | 30.00 | 20.00 | 20.00 | 20.00 |"
+    assert [row["seeds"] for row in found.rows()] == [[0, 1], [0]]
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(table(found))
+    assert "[x]" in console.export_text()
