@@ -254,16 +254,21 @@ def _again(config: Facts, result: Facts) -> str:
 
 def command(config: Facts) -> str:
     """The method, data and seed, and every other key that is not at its default."""
-    from .config import configure
-
-    try:
-        defaults = configure(method=config.get("method", "fedhpro"), data=config.get("data", "digits-lite")).flat()
-    except ConfigError:  # a method of another version
-        defaults = {}
-    usual = {name: "none" if value is None else value for name, value in defaults.items()}  # as in config.toml
+    usual = defaults(config)
     changed = {name for name in config if name not in usual or usual[name] != config[name]} - OF_THE_MACHINE
     keys = [name for name in config if name in changed | {"method", "data", "seed"}]
     return " ".join(["fedhpro run", *(shlex.quote(f"{name}={config[name]}") for name in keys)])
+
+
+def defaults(config: Facts) -> Facts:
+    """Of a run with that method and data, as config.toml has them; nothing for a method of another version."""
+    from .config import configure
+
+    try:
+        found = configure(method=config.get("method", "fedhpro"), data=config.get("data", "digits-lite")).flat()
+    except ConfigError:
+        return {}
+    return {name: "none" if value is None else value for name, value in found.items()}
 
 
 def _table(header: tuple[str, str], rows: Rows) -> str:

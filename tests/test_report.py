@@ -149,6 +149,22 @@ def test_seeds_go_together_and_settings_are_told_apart(runs, tmp_path, hostile_s
     assert f"{sum(finals) / 2:.2f} ± {abs(finals[0] - finals[1]) / 2**0.5:.2f}" in text
 
 
+def test_a_copy_of_a_run_is_no_further_seed(runs, tmp_path):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    groups = grouped(read_runs([*runs[:2], copy, runs[0]])[0])
+    assert [[run.folder for run in group.runs] for group in groups] == [runs[:2], [copy]]
+    assert [group.label for group in groups] == ["fedavg", f"fedavg in {copy}"]
+
+
+def test_a_run_from_before_a_key_existed_goes_with_the_later_ones(runs, tmp_path):
+    older = shutil.copytree(runs[1], tmp_path / "older")
+    lines = (older / "config.toml").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(("nearest =", "rho ="))]
+    assert len(kept) == len(lines) - 2
+    (older / "config.toml").write_text("".join(kept))
+    assert [group.label for group in grouped(read_runs([older, runs[0]])[0])] == ["fedavg"]
+
+
 BROKEN = {
     "no config": ("config.toml", None, "config.toml"),
     "not TOML": ("config.toml", "rounds = = 3", "config.toml"),
