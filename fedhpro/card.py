@@ -28,8 +28,9 @@ SCENARIOS = {
     "shards": "label skew: each client holds a few shards of single classes",
     "ag-nid": "label skew: some clients hold two of the classes, the others all",
 }
-TRAINING = ["rounds", "participation", "local_epochs", "batch_size", "weights"]
-TRAINING += ["optimizer", "lr", "momentum", "weight_decay", "balanced", "nearest"]
+TRAINING = ["rounds", "participation", "local_epochs", "local_steps", "batch_size", "weights"]
+TRAINING += ["optimizer", "lr", "lr_schedule", "lr_decay", "momentum", "weight_decay", "balanced", "nearest"]
+TRAINING += ["precision"]
 OF_THE_MACHINE = {"out", "workers", "engine", "checkpoint_every", "keep_checkpoints"}
 LISTED_CLASSES = 20
 POOLED = "All samples were brought to one place."
@@ -173,7 +174,10 @@ def _accuracy(config: Facts, result: Facts) -> str:
 
 
 def _training(config: Facts, result: Facts) -> str:
-    keys = [name for name in (*TRAINING, *_method_keys(config)) if name in config]
+    by_steps = config.get("local_steps", "none") != "none"
+    unused = {"local_epochs" if by_steps else "local_steps"}
+    unused |= {"lr_decay"} if config.get("lr_schedule") != "exponential" else set()
+    keys = [name for name in (*TRAINING, *_method_keys(config)) if name in config.keys() - unused]
     rows = [(f"`{name}`", config[name]) for name in keys]
     rows += [("seconds", result.get("seconds")), ("uploads refused", result.get("refused"))]
     return _table(("setting", "value"), rows)

@@ -143,8 +143,11 @@ def resume(
     result = runs.resume(folder, callbacks=callbacks, **changes)
     _finish(result, quiet, as_json)
     if before == len(result.history):
+        longer = f": `fedhpro resume {folder} rounds={2 * before}` goes on with it"
+        if result.config.lr_schedule == "cosine":
+            longer = ", and its cosine schedule of lr has come to its end"
         err.print(
-            f"all of its rounds had been done before: `fedhpro resume {folder} rounds={2 * before}` goes on with it",
+            f"all of its rounds had been done before{longer}",
             style="yellow", markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
@@ -299,7 +302,10 @@ def heads(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders with a global model.")],
     as_json: Json = False,
 ) -> None:
-    """Other classifiers on a run's features, without training: is it the features that limit it, or the classifier?"""
+    """Other classifiers on a run's features, without training: is it the features that limit it, or the classifier?
+
+    Test sets are those of the domains, or with evaluation=federated what each client holds out.
+    """
     from .heads import NAMES
     from .heads import heads as measured
 
@@ -307,7 +313,7 @@ def heads(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    table = Table("test accuracy, mean of the domains, %", box=None)
+    table = Table("accuracy, mean of the test sets, %", box=None)
     for folder in folders:
         table.add_column(escape(folder.name), justify="right")
     for name, words in NAMES.items():

@@ -555,6 +555,19 @@ def test_the_card_says_what_matters(run: Path) -> None:
     assert "Not validated for clinical, financial or any safety-relevant use." in card
 
 
+def test_the_card_has_the_settings_that_had_an_effect(run: Path) -> None:
+    with (run / "config.toml").open("a") as config:
+        config.write('lr_schedule = "exponential"\nlr_decay = 0.9\nprecision = "bf16"\nlocal_steps = "none"\n')
+    card = write_card(run).read_text()
+    assert "| `local_epochs` | 2 |" in card and "| `local_steps` |" not in card
+    assert all(f"| `{row} |" in card for row in ("lr_schedule` | exponential", "lr_decay` | 0.9", "precision` | bf16"))
+    config = (run / "config.toml").read_text()
+    changed = config.replace('steps = "none"', "steps = 1").replace("exponential", "constant")
+    (run / "config.toml").write_text(changed)
+    card = write_card(run).read_text()
+    assert "| `local_steps` | 1 |" in card and "| `local_epochs` |" not in card and "| `lr_decay` |" not in card
+
+
 def test_the_card_with_federated_evaluation(run: Path) -> None:
     own = {"mean": 70.0, "weighted": 71.5, "worst": 42.0, "clients": {"0": 70.0}}
     (run / "result.json").write_text(json.dumps(RESULT | {"accuracy": {"AVG": 70.0}, "federated": own}))

@@ -256,3 +256,16 @@ def test_sites_of_any_name_and_missing_seeds_show_in_a_comparison(tmp_path):
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(table(found))
     assert "[x]" in console.export_text()
+
+
+def test_resume_of_a_finished_cosine_run_advises_nothing_that_is_refused(capsys, tmp_path):
+    call(capsys, "run", "method=fedavg", "lr_schedule=cosine", "rounds=1", *SMALL, f"out={tmp_path}", "-q")
+    code, _, error = call(capsys, "resume", tmp_path, "-q")
+    assert code == 0 and "had been done before" in error and "rounds=2" not in error
+
+
+def test_heads_call_what_clients_hold_out_no_domains(capsys, tmp_path):
+    run = ["run", "method=fedavg", "evaluation=federated", "rounds=1", *SMALL, f"out={tmp_path}", "-q"]
+    assert call(capsys, *run)[0] == 0
+    code, text, error = call(capsys, "heads", tmp_path)
+    assert code == 0 and "mean of the test sets" in text and "domains" not in text, error

@@ -156,7 +156,8 @@ class Run:
     def status(self) -> str:
         """result.json is of an earlier stop where the run was resumed since."""
         last = self.history[-1].round
-        if self.ending is None or self.ending.rounds != last:
+        short = last < self.settings.rounds  # of what was asked for since
+        if self.ending is None or self.ending.rounds != last or (self.ending.status == "finished" and short):
             return f"round {last} of {self.settings.rounds}"
         return self.ending.status
 
