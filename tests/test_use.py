@@ -494,6 +494,14 @@ def test_exports_leave_the_run_alone(run: Path, name: str) -> None:
     assert (run / name).read_bytes() == before
 
 
+def test_exports_are_what_their_name_says(run: Path, tmp_path: Path) -> None:
+    torch.export.load(export(run, tmp_path / "a.pt2"))
+    assert load_file(export(run, tmp_path / "a.bin"))  # a name that says nothing
+    with pytest.raises(RunError, match=r"a\.onnx would be safetensors, and its name says onnx"):
+        export(run, tmp_path / "a.onnx", "safetensors")
+    assert not (tmp_path / "a.onnx").exists()
+
+
 def test_exports_refuse_what_cannot_be(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no format 'tflite': choose one of safetensors"):
         export(run, tmp_path / "a", "tflite")
