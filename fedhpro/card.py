@@ -28,8 +28,9 @@ SCENARIOS = {
     "shards": "label skew: each client holds a few shards of single classes",
     "ag-nid": "label skew: some clients hold two of the classes, the others all",
 }
-TRAINING = ["rounds", "participation", "local_epochs", "batch_size", "weights"]
-TRAINING += ["optimizer", "lr", "momentum", "weight_decay", "balanced", "nearest"]
+TRAINING = ["rounds", "participation", "local_epochs", "local_steps", "batch_size", "weights"]
+TRAINING += ["optimizer", "lr", "lr_schedule", "lr_decay", "momentum", "weight_decay", "balanced", "nearest"]
+TRAINING += ["precision"]
 OF_THE_MACHINE = {"out", "workers", "engine", "checkpoint_every", "keep_checkpoints"}
 LISTED_CLASSES = 20
 POOLED = "All samples were brought to one place."
@@ -173,7 +174,10 @@ def _accuracy(config: Facts, result: Facts) -> str:
 
 
 def _training(config: Facts, result: Facts) -> str:
-    keys = [name for name in (*TRAINING, *_method_keys(config)) if name in config]
+    by_steps = config.get("local_steps", "none") != "none"
+    unused = {"local_epochs" if by_steps else "local_steps"}
+    unused |= {"lr_decay"} if config.get("lr_schedule") != "exponential" else set()
+    keys = [name for name in (*TRAINING, *_method_keys(config)) if name in config.keys() - unused]
     rows = [(f"`{name}`", config[name]) for name in keys]
     rows += [("seconds", result.get("seconds")), ("uploads refused", result.get("refused"))]
     return _table(("setting", "value"), rows)
@@ -254,16 +258,21 @@ def _again(config: Facts, result: Facts) -> str:
 
 def command(config: Facts) -> str:
     """The method, data and seed, and every other key that is not at its default."""
-    from .config import configure
-
-    try:
-        defaults = configure(method=config.get("method", "fedhpro"), data=config.get("data", "digits-lite")).flat()
-    except ConfigError:  # a method of another version
-        defaults = {}
-    usual = {name: "none" if value is None else value for name, value in defaults.items()}  # as in config.toml
+    usual = defaults(config)
     changed = {name for name in config if name not in usual or usual[name] != config[name]} - OF_THE_MACHINE
     keys = [name for name in config if name in changed | {"method", "data", "seed"}]
     return " ".join(["fedhpro run", *(shlex.quote(f"{name}={config[name]}") for name in keys)])
+
+
+def defaults(config: Facts) -> Facts:
+    """Of a run with that method and data, as config.toml has them; nothing for a method of another version."""
+    from .config import configure
+
+    try:
+        found = configure(method=config.get("method", "fedhpro"), data=config.get("data", "digits-lite")).flat()
+    except ConfigError:
+        return {}
+    return {name: "none" if value is None else value for name, value in found.items()}
 
 
 def _table(header: tuple[str, str], rows: Rows) -> str:

@@ -117,7 +117,7 @@ def run(
         return
     config = configure(**settings)
     for sentence in without_effect(config, settings):
-        err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        _warn(sentence)
     _train(config, quiet, as_json, track)
 
 
@@ -143,10 +143,10 @@ def resume(
     result = runs.resume(folder, callbacks=callbacks, **changes)
     _finish(result, quiet, as_json)
     if before == len(result.history):
-        err.print(
-            f"all of its rounds had been done before: `fedhpro resume {folder} rounds={2 * before}` goes on with it",
-            style="yellow", markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        longer = f": `fedhpro resume {folder} rounds={2 * before}` goes on with it"
+        if result.config.lr_schedule == "cosine":
+            longer = ", and its cosine schedule of lr has come to its end"
+        _warn(f"all of its rounds had been done before{longer}")
 
 
 @app.command()
@@ -187,7 +187,10 @@ def compare(
             raise ConfigError(f"{name} is not a key here: methods and --seeds and --out say it")
     if out_folder is not None:
         common["out"] = str(out_folder)
+    if track and parallel > 1:
+        raise ConfigError("--track goes with one run at a time: give it without --parallel")
     rows = comparison.entries(names, common, control)
+    configs = comparison.check(rows, common)
 
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):
@@ -195,10 +198,11 @@ def compare(
         return runs.run_or_resume(config, callbacks=_callbacks(quiet, as_json, track))
 
     _callbacks(quiet, as_json, track)  # what is wrong with them shows before anything is fetched
-    bring(configure(**(common | rows[0].keys)).data)
+    for data in dict.fromkeys(config.data for config in configs):
+        bring(data)
 
     def say(config: Config, status: str) -> None:
-        err.print(f"{config.out}: {status}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"{config.out}: {status}", err)
 
     found = comparison.compare(rows, parse_seeds(seeds), common, start, parallel, say)
     found.save()
@@ -208,14 +212,12 @@ def compare(
         out.print(comparison.table(found))
         written = ("report.html", "comparison.md", "comparison.json", "curves.png")
         files = ", ".join(name for name in written if (found.folder / name).exists())
-        out.print(f"saved in {found.folder}: {files}", highlight=False, soft_wrap=True)
+        _say(f"saved in {found.folder}: {files}")
     if found.finished < (wanted := len(rows) * len(found.seeds)):
-        err.print(
+        _say(
             f"{'some runs failed' if found.whole else 'interrupted'}: {found.finished} of {wanted} are finished, "
             f"and the table has only these; the same command with --out {found.folder} goes on",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            err,
         )
         raise typer.Exit(1 if found.whole else 130)
 
@@ -236,8 +238,8 @@ def report(
     single = len(folders) == 1 and (folders[0] / "config.toml").is_file()
     target = out_file or (folders[0] / "report.html" if single else Path("report.html"))
     for problem in write_report(folders, target, tsne=tsne):
-        err.print(f"left out: {problem}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+        _warn(f"left out: {problem}")
+    _say(f"wrote {target}")
     if open_it:
         typer.launch(str(target.resolve()))
 
@@ -250,10 +252,7 @@ def watch(
     """The report of a run while it goes on, in the browser, on this machine only. Ctrl-C ends it."""
     from .report.serve import watch as serve
 
-    def say(address: str) -> None:
-        out.print(f"{folder} at {address} (Ctrl-C ends this)", markup=False, highlight=False, soft_wrap=True)
-
-    serve(folder, port, say)
+    serve(folder, port, lambda address: _say(f"{folder} at {address} (Ctrl-C ends this)"))
 
 
 @app.command()
@@ -295,7 +294,10 @@ def heads(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders with a global model.")],
     as_json: Json = False,
 ) -> None:
-    """Other classifiers on a run's features, without training: is it the features that limit it, or the classifier?"""
+    """Other classifiers on a run's features, without training: is it the features that limit it, or the classifier?
+
+    Test sets are those of the domains, or with evaluation=federated what each client holds out.
+    """
     from .heads import NAMES
     from .heads import heads as measured
 
@@ -303,7 +305,7 @@ def heads(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    table = Table("test accuracy, mean of the domains, %", box=None)
+    table = Table("accuracy, mean of the test sets, %", box=None)
     for folder in folders:
         table.add_column(escape(folder.name), justify="right")
     for name, words in NAMES.items():
@@ -338,14 +340,17 @@ def predict(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="The run folder.")],
-    format: Annotated[str, typer.Option(help="safetensors, torchscript, torch-export or onnx.")] = "safetensors",
+    format: Annotated[
+        str | None,
+        typer.Option(help="safetensors, torchscript, torch-export or onnx. \\[default: by the file, or safetensors]"),
+    ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="The file. \\[default: in the run folder]")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a trained model for other programs, and check the file against the model."""
     from . import use
 
-    out.print(f"wrote {use.export(folder, out_file, format, overwrite=overwrite)}", highlight=False)
+    _say(f"wrote {use.export(folder, out_file, format, overwrite=overwrite)}")
 
 
 @app.command()
@@ -415,7 +420,7 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     from .progress import cost_lines, result_table, trouble
 
     if not result.history:
-        err.print(f"interrupted before the first round was done: nothing to show; {result.folder} can be resumed")
+        _say(f"interrupted before the first round was done: nothing to show; {result.folder} can be resumed", err)
         raise typer.Exit(130)
     if as_json:
         print((result.folder / "result.json").read_text(encoding="utf-8"), end="")
@@ -427,24 +432,30 @@ def _finish(result: Any, quiet: bool, as_json: bool) -> None:
     else:
         out.print(result_table(result) if result.accuracy else "no round was evaluated")
         for line in cost_lines(result):
-            out.print(line, highlight=False, soft_wrap=True)
-        out.print(f"run folder: {result.folder}", highlight=False, soft_wrap=True)
+            _say(line)
+        _say(f"run folder: {result.folder}")
         files = [
             name
             for name in ("report.html", "holdings.png", "curves.png", "MODEL_CARD.md", "model.safetensors")
             if (result.folder / name).exists()
         ]
         hint = f"; try: fedhpro predict {result.folder} FILES" if "model.safetensors" in files else ""
-        out.print(f"  {', '.join(files)}{hint}", highlight=False, soft_wrap=True)
+        _say(f"  {', '.join(files)}{hint}")
     if (sentence := trouble(result)) is not None:
-        err.print(sentence, style="yellow", highlight=False, soft_wrap=True)
+        _warn(sentence)
     if result.status == "interrupted":
-        err.print(
-            f"interrupted after round {result.history[-1]['round']}: go on with `fedhpro resume {result.folder}`",
-            markup=False,
-            soft_wrap=True,
-        )
+        last = result.history[-1]["round"]
+        _say(f"interrupted after round {last}: go on with `fedhpro resume {result.folder}`", err)
         raise typer.Exit(130)
+
+
+def _say(sentence: str, console: Console = out, style: str | None = None) -> None:
+    """As it is: a path is neither markup nor broken into lines."""
+    console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _warn(sentence: str) -> None:
+    _say(sentence, err, "yellow")
 
 
 def _print_keys(config: Config) -> None:

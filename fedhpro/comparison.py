@@ -10,14 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from . import nearest
 from .config import Config, configure, parse
-from .errors import ConfigError, FederationStalled
+from .errors import ConfigError, RunError, UserError
 from .evaluation import AVG, differs, headline
+from .federation import check_engine, choose_exchange
 from .files import write_atomically
-from .matrix import Say, is_done, run_all
+from .matrix import Say, fingerprint, found_in_place, is_done, run_all
 from .report.curves import draw_curves
 from .report.page import write_report
-from .runs import Result, load_result
+from .runs import Result
 
 CLASSES = "balanced"  # in a record: accuracies where every class counts the same
 # the paper's methods in its order
@@ -61,6 +63,17 @@ def _label(method: str, keys: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
 
 
+def check(rows: Sequence[Entry], common: dict[str, Any]) -> list[Config]:
+    """The config of each row; what is wrong with one and shows without its data does so before another is trained."""
+    configs = [configure(**(common | row.keys)) for row in rows]
+    for config in configs:
+        if config.evaluation == "off":
+            raise ConfigError("evaluation=off leaves a comparison nothing to show: choose central or federated")
+        check_engine(config)
+        nearest.check(config, choose_exchange(config, config.build_method()))
+    return configs
+
+
 def compare(
     rows: Sequence[Entry],
     seeds: Sequence[int],
@@ -69,15 +82,17 @@ def compare(
     parallel: int = 1,
     say: Say = lambda config, status: None,
 ) -> Comparison:
-    """Run every row with every seed, seed by seed; all configs are checked before the first one starts.
+    """Run every row with every seed, seed by seed; one that fails does not keep the others from running.
 
-    One at a time they go through `start`, in this process; several at once, `say` hears how each ended.
+    One at a time they go through `start`, in this process, and `say` hears of failures; of several at once it hears
+    how each ended.
     """
     folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
+    names = _folder_names(rows, common)
     configs = [
-        (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{_slug(row.label)}-seed{seed}")})))
+        (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{name}-seed{seed}")})))
         for seed in seeds
-        for row in rows
+        for row, name in zip(rows, names, strict=True)
     ]
     whole = True
     if parallel > 1:
@@ -89,12 +104,14 @@ def compare(
                 if not is_done(config) and start(config, title).status != "finished":
                     whole = False
                     break
-            except FederationStalled as error:  # the others go on
+            except UserError as error:  # the others go on
                 say(config, f"failed: {error}")
     results: dict[str, list[Result]] = {row.label: [] for row in rows}
     for row, config in configs:
-        if (Path(config.out) / "config.toml").is_file():
-            results[row.label].append(load_result(Path(config.out)))
+        if (result := found_in_place(config)) is not None:
+            results[row.label].append(result)
+    if whole and not any(results.values()):
+        raise RunError("none of the runs could start, each for the reason above")
     return Comparison(folder, list(seeds), results, whole)
 
 
@@ -118,10 +135,13 @@ class Comparison:
             done = [result for result in results if result.accuracy and result.status == "finished"]
             if not done:
                 continue
+            tested = {  # of models at home, who never took part has none
+                key: _spread([result.accuracy[key] for result in done])
+                for key in done[0].accuracy
+                if all(key in result.accuracy for result in done)
+            }
             row: dict[str, Any] = {"method": label, "seeds": [result.config.seed for result in done]}
-            for key in done[0].accuracy:
-                if all(key in result.accuracy for result in done):  # of models at home, who never took part has none
-                    row[key] = _spread([result.accuracy[key] for result in done])
+            row |= {AVG: tested.pop(AVG), "domains": tested}  # apart: a domain may have any name
             for name in ("best", "last5"):
                 row[name] = _spread([headline(result.history)[name] for result in done])
             if of_classes := [score["final"] for result in done if (score := headline(result.history, AVG, CLASSES))]:
@@ -131,15 +151,26 @@ class Comparison:
             found = [{key: value for key, value in row.items() if key != CLASSES} for row in found]  # all classes alike
         return found
 
-    def markdown(self) -> str:
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Titles, the domains of any row before the means over them, and a line for each row."""
         rows = self.rows()
-        if not rows:
+        domains = list(dict.fromkeys(name for row in rows for name in row["domains"]))
+        means = [key for key in TITLES if any(key in row for row in rows)]
+        lines = []
+        for row in rows:
+            few = len(row["seeds"]) < len(self.seeds)
+            name = f"{row['method']} ({len(row['seeds'])} of {len(self.seeds)} seeds)" if few else row["method"]
+            values = [row["domains"].get(domain) for domain in domains] + [row.get(key) for key in means]
+            lines.append([name, *map(show, values)])
+        return ["method", *domains, *(TITLES[key] for key in means)], lines
+
+    def markdown(self) -> str:
+        titles, lines = self.cells()
+        if not lines:
             return "no run is finished and has an evaluated round\n"
-        keys = columns(rows)
-        titles = ["method", *(TITLES.get(key, key) for key in keys)]
-        lines = ["| " + " | ".join(titles) + " |", "|---" + "|---:" * len(keys) + "|"]
-        lines += ["| " + " | ".join([row["method"], *(show(row.get(key)) for key in keys)]) + " |" for row in rows]
-        return "\n".join(lines) + "\n"
+        rule = "|---" + "|---:" * (len(titles) - 1) + "|"
+        titled, *below = ("| " + " | ".join(line) + " |" for line in (titles, *lines))
+        return "\n".join([titled, rule, *below]) + "\n"
 
     def save(self) -> None:
         write_atomically(self.folder / "comparison.md", self.markdown())
@@ -155,13 +186,6 @@ class Comparison:
 TITLES = {AVG: "AVG final", "best": "AVG best", "last5": "AVG last five", CLASSES: "mean of classes, final"}
 
 
-def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Those of any row, the domains first."""
-    found = dict.fromkeys(key for row in rows for key in row)
-    last = [key for key in TITLES if key in found]
-    return [key for key in found if key not in ("method", "seeds", *last)] + last
-
-
 def show(spread: tuple[float, float | None] | None) -> str:
     if spread is None:
         return "–"
@@ -174,20 +198,25 @@ def _spread(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def _slug(label: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in label).strip("-")
+def _folder_names(rows: Sequence[Entry], common: dict[str, Any]) -> list[str]:
+    """The labels without what a file system may not like, and where that leaves two alike, told apart by a hash."""
+    names = ["".join(letter if letter.isalnum() else "-" for letter in row.label).strip("-") for row in rows]
+    return [
+        name if names.count(name) == 1 else f"{name}-{fingerprint(configure(**(common | row.keys)))}"
+        for row, name in zip(rows, names, strict=True)
+    ]
 
 
 def table(comparison: Comparison) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
-    rows = comparison.rows()
+    titles, lines = comparison.cells()
     seeds = ", ".join(map(str, comparison.seeds))
     found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
-    keys = columns(rows)
     found.add_column("method", style="bold", overflow="fold")  # a name is broken rather than cut short
-    for key in keys:
-        found.add_column(TITLES.get(key, key), justify="right", style="green" if key == AVG else "")
-    for row in rows:
-        found.add_row(row["method"], *(show(row.get(key)) for key in keys))
+    for title in titles[1:]:
+        found.add_column(escape(title), justify="right", style="green" if title == TITLES[AVG] else "")
+    for line in lines:
+        found.add_row(*map(escape, line))
     return found

@@ -489,7 +489,9 @@ def choose_exchange(config: Config, method: Method) -> str:
 
 
 def check_engine(config: Config) -> None:
-    """What only goes with Flower, and what does not go with it."""
+    """What only goes with Flower or a GPU, and what does not go with it."""
+    if config.engine != "cuda" and config.precision == "tf32":
+        raise ConfigError("precision=tf32: only a GPU has it; on a CPU choose fp32 or bf16")
     if config.engine == "flower" and config.data.startswith("python:"):
         raise ConfigError(
             f"engine=flower: {config.data} was handed over in Python, and clients in other processes cannot load it"
@@ -506,8 +508,6 @@ def check_engine(config: Config) -> None:
 
 def choose_device(config: Config) -> torch.device:
     if config.engine in ("cpu", "flower"):
-        if config.precision == "tf32":
-            raise ConfigError("precision=tf32: only a GPU has it; on a CPU choose fp32 or bf16")
         return torch.device("cpu")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # each stream its own way to the GPU
     if not torch.cuda.is_available():

@@ -41,7 +41,9 @@ NAMES = {
 
 
 def heads(run: str | Path, source: Source | None = None) -> dict[str, float]:
-    """Test accuracy of each in per cent, the mean over the domains; the last is of h* on all training samples."""
+    """Accuracy of each in per cent, the last of h* on all training samples. The others are means over the test sets:
+    those of the domains, or where there are none what each client holds out.
+    """
     federation, _, parts, tests = final_features(run, source)
     h = federation.net.classifier
     return compared(parts, tests, h.weight.detach(), h.bias.detach())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .config import Config, available_cores, configure
 from .errors import ConfigError, UserError
-from .runs import OF_NO_CONSEQUENCE, load_result, run_or_resume
+from .runs import OF_NO_CONSEQUENCE, Result, load_result, run_or_resume
 
 ON_A_GPU = 8  # processes that share one: as many as were measured to help (docs/gpu.md)
 # imported once for all runs, which takes more seconds than a small run has
@@ -38,11 +38,17 @@ def placed(config: Config, store: Path) -> Config:
     return config.model_copy(update={"out": str(folder), "keep_checkpoints": 1})
 
 
-def is_done(config: Config) -> bool:
+def found_in_place(config: Config) -> Result | None:
+    """The run in its folder, finished or not; None also where that is a run of another config."""
     with contextlib.suppress(OSError, ValueError, UserError):
         result = load_result(Path(config.out))
-        return result.status == "finished" and fingerprint(result.config) == fingerprint(config)
-    return False
+        return result if fingerprint(result.config) == fingerprint(config) else None
+    return None
+
+
+def is_done(config: Config) -> bool:
+    result = found_in_place(config)
+    return result is not None and result.status == "finished"
 
 
 def how_many(engine: str, wanted: int | None) -> int:

@@ -483,16 +483,20 @@ class Format:
     needs: tuple[str, ...] = ()  # packages of the extra `onnx`
 
 
-def export(run: AnyPath, out: AnyPath | None, format: str, overwrite: bool = False) -> Path:
+def export(run: AnyPath, out: AnyPath | None, format: str | None = None, overwrite: bool = False) -> Path:
     """Write a run's model to the file `out` (None: exported.* in the run folder), which is only there once it
-    has been read back and has given the same probabilities.
+    has been read back and has given the same probabilities. format None: what the file is named, or safetensors.
 
     safetensors holds the weights of the network. The other formats hold the whole Predictor: float images from 0
     to 255 or int64 token ids in, probabilities out, for any number of them. All carry model.json, hence the names
     of the classes, and models of texts tokenizer.json as well.
     """
+    named = next((name for name in FORMATS if out and Path(out).suffix.lower() == FORMATS[name].suffix), None)
+    format = format or named or "safetensors"
     if format not in FORMATS:
         raise RunError(f"there is no format {format!r}: choose one of {', '.join(FORMATS)}")
+    if named not in (None, format):
+        raise RunError(f"{out} would be {format}, and its name says {named}: choose another name or format")
     target = Path(run) / f"exported{FORMATS[format].suffix}" if out is None else Path(out)
     if target.is_dir():
         raise RunError(f"{target} is a folder: name a file, such as {target / 'model'}{FORMATS[format].suffix}")

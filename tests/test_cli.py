@@ -68,6 +68,16 @@ def test_predict_and_export(finished, capsys, tmp_path):
     assert code == 2 and "missing.png" in error
 
 
+def test_a_folder_of_any_name_is_printed_as_it_is(capsys, tmp_path):
+    for name in ("run[lr]2", "run[", "[/x]"):
+        code, text, error = call(capsys, "run", "method=fedavg", *QUICK, f"out={tmp_path / name}")
+        assert code == 0 and f"run folder: {tmp_path / name}\n" in text, error
+    code, text, _ = call(capsys, "export", tmp_path / "[/x]", "--out", "[/x]/a.pt2")
+    assert code == 0 and text == "wrote [/x]/a.pt2\n"
+    code, text, error = call(capsys, "compare", "fedavg", *QUICK, "-q", "--out", "[/y]")
+    assert code == 0 and "saved in [/y]: " in text, error
+
+
 def test_quiet_and_json(capsys):
     code, text, _ = call(capsys, "run", "--quiet", *QUICK)
     assert code == 0 and re.fullmatch(r"AVG \d+\.\d\d  best .*  last5 .*  runs/.*\n", text)
@@ -130,6 +140,10 @@ def test_compare_with_settings_of_one_method(capsys, tmp_path):
         (["compare", "fedavg", "--seeds", "1,1"], ["twice"]),
         (["compare", "fedavg", "seed=3"], ["seed"]),
         (["compare", "rounds=3"], ["method"]),
+        (["compare", "fedavg", "local", "nearest=true"], ["nearest=true", "exchange=nothing"]),
+        (["compare", "fedavg", "fedavg:precision=tf32"], ["tf32"]),
+        (["compare", "fedavg", "evaluation=off"], ["evaluation=off"]),
+        (["compare", "fedavg", "--parallel", "2", "--track", "tensorboard"], ["--track", "--parallel"]),
         (["predict", "nowhere", "x.png"], ["nowhere"]),
         (["export", "nowhere"], ["nowhere"]),
         (["methods", "fedhpto"], ["fedhpto", "fedhpro"]),

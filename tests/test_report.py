@@ -25,6 +25,7 @@ from fedhpro.errors import RunError
 from fedhpro.report import picture
 from fedhpro.report.page import build_page, write_report
 from fedhpro.report.reading import grouped, read_run, read_runs
+from fedhpro.report.sections import SECTIONS
 from fedhpro.report.serve import Server
 
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -147,6 +148,36 @@ def test_seeds_go_together_and_settings_are_told_apart(runs, tmp_path, hostile_s
     text = Outline(build_page(read_runs(runs[:2])[0])).text
     finals = [json.loads((run / "result.json").read_text())["final"]["final"] for run in runs[:2]]
     assert f"{sum(finals) / 2:.2f} ± {abs(finals[0] - finals[1]) / 2**0.5:.2f}" in text
+
+
+def test_what_is_of_the_first_seed_only_says_so(runs):
+    fairness = SECTIONS["Fairness"]
+    assert "The first seed of each setting." in fairness(grouped(read_runs(runs[:2])[0]))
+    assert "first seed" not in fairness(grouped(read_runs(runs[:1])[0]))
+
+
+def test_a_run_that_was_given_more_rounds_is_not_finished(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "longer")
+    assert read_run(folder).status == "finished"
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace("rounds = 2\n", "rounds = 5\n"))
+    assert read_run(folder).status == "round 2 of 5"
+
+
+def test_a_copy_of_a_run_is_no_further_seed(runs, tmp_path):
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    groups = grouped(read_runs([*runs[:2], copy, runs[0]])[0])
+    assert [[run.folder for run in group.runs] for group in groups] == [runs[:2], [copy]]
+    assert [group.label for group in groups] == ["fedavg", f"fedavg in {copy}"]
+
+
+def test_a_run_from_before_a_key_existed_goes_with_the_later_ones(runs, tmp_path):
+    older = shutil.copytree(runs[1], tmp_path / "older")
+    lines = (older / "config.toml").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(("nearest =", "rho ="))]
+    assert len(kept) == len(lines) - 2
+    (older / "config.toml").write_text("".join(kept))
+    assert [group.label for group in grouped(read_runs([older, runs[0]])[0])] == ["fedavg"]
 
 
 BROKEN = {

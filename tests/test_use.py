@@ -494,6 +494,14 @@ def test_exports_leave_the_run_alone(run: Path, name: str) -> None:
     assert (run / name).read_bytes() == before
 
 
+def test_exports_are_what_their_name_says(run: Path, tmp_path: Path) -> None:
+    torch.export.load(export(run, tmp_path / "a.pt2"))
+    assert load_file(export(run, tmp_path / "a.bin"))  # a name that says nothing
+    with pytest.raises(RunError, match=r"a\.onnx would be safetensors, and its name says onnx"):
+        export(run, tmp_path / "a.onnx", "safetensors")
+    assert not (tmp_path / "a.onnx").exists()
+
+
 def test_exports_refuse_what_cannot_be(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no format 'tflite': choose one of safetensors"):
         export(run, tmp_path / "a", "tflite")
@@ -553,6 +561,19 @@ def test_the_card_says_what_matters(run: Path) -> None:
     assert "Trained by federated learning on digits-lite only" in card
     assert "the worst is syn, at 61.25 per cent" in card
     assert "Not validated for clinical, financial or any safety-relevant use." in card
+
+
+def test_the_card_has_the_settings_that_had_an_effect(run: Path) -> None:
+    with (run / "config.toml").open("a") as config:
+        config.write('lr_schedule = "exponential"\nlr_decay = 0.9\nprecision = "bf16"\nlocal_steps = "none"\n')
+    card = write_card(run).read_text()
+    assert "| `local_epochs` | 2 |" in card and "| `local_steps` |" not in card
+    assert all(f"| `{row} |" in card for row in ("lr_schedule` | exponential", "lr_decay` | 0.9", "precision` | bf16"))
+    config = (run / "config.toml").read_text()
+    changed = config.replace('steps = "none"', "steps = 1").replace("exponential", "constant")
+    (run / "config.toml").write_text(changed)
+    card = write_card(run).read_text()
+    assert "| `local_steps` | 1 |" in card and "| `local_epochs` |" not in card and "| `lr_decay` |" not in card
 
 
 def test_the_card_with_federated_evaluation(run: Path) -> None:

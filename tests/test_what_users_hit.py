@@ -1,15 +1,17 @@
 """What reviewers ran into: commands that crashed, or said less than the truth."""
 
+import io
 import json
 
 import pytest
 import torch
 from conftest import TINY, call
 from PIL import Image
+from rich.console import Console
 
 from fedhpro import runs
 from fedhpro.attacks import Attack
-from fedhpro.comparison import Comparison, columns, entries
+from fedhpro.comparison import Comparison, _folder_names, entries, table
 from fedhpro.config import configure, without_effect
 from fedhpro.data.own import from_folder, from_tensors
 from fedhpro.errors import ConfigError, RunError
@@ -39,7 +41,9 @@ def test_models_that_stay_at_clients_who_did_not_all_take_part(capsys, tmp_path)
     code, _, error = call(capsys, *arguments, "--out", tmp_path / "both")
     assert code == 0, error
     local, fedavg = json.loads((tmp_path / "both" / "comparison.json").read_text())
-    assert columns([local, fedavg])[-3:] == ["AVG", "best", "last5"] and set(fedavg) > set(local)
+    assert set(fedavg["domains"]) > set(local["domains"])
+    title = (tmp_path / "both" / "comparison.md").read_text().splitlines()[0]
+    assert title.endswith("| AVG final | AVG best | AVG last five |")
 
 
 def test_the_control_is_there_once_and_a_row_is_not_another_by_its_spelling():
@@ -209,3 +213,59 @@ def test_predict_reads_the_csv_file_that_a_run_reads(tmp_path):
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
     (tmp_path / "list.csv").write_text("image;label;site\na.png;ill;north\n")
     assert [name for name, _ in read_images(tmp_path / "list.csv", (3, 8, 8))] == ["a.png"]
+
+
+def test_a_comparison_has_no_runs_of_another_config(capsys, tmp_path):
+    command = ["compare", "fedavg", "fedprox", "-q", "rounds=1", "samples_per_client=40", *SMALL, "--out", tmp_path]
+    assert call(capsys, *command)[0] == 0
+    before = (tmp_path / "comparison.md").read_text()
+    for more in ([], ["--parallel", "2"]):
+        code, text, error = call(capsys, *command, "lr=0.5", *more)
+        assert code == 2 and "fedavg" not in text and error.count("another config") == 2
+    assert (tmp_path / "comparison.md").read_text() == before
+    (tmp_path / "fedprox-seed0").rename(tmp_path / "elsewhere")
+    code, text, error = call(capsys, *command, "lr=0.5", "--parallel", "2")
+    assert code == 1 and "fedprox" in text and "fedavg" not in text and "1 of 2 are finished" in error
+
+
+def test_rows_whose_labels_differ_in_signs_only_have_folders_of_their_own():
+    rows = entries(["fedavg", "fedavg:data=folder:/a/b", "fedavg:data=folder:/a-b"], {})
+    plain, *alike = _folder_names(rows, {})
+    assert plain == "fedavg" and len(set(alike)) == 2
+    assert all(name.startswith("fedavg-data-folder--a-b-") for name in alike)
+
+
+def test_a_row_that_its_data_does_not_allow_does_not_end_a_comparison(capsys, tmp_path):
+    rows = ["fedavg", "fedavg:model=textcnn", "fedprox", "rounds=1", "samples_per_client=40", *SMALL]
+    code, _, error = call(capsys, "compare", *rows, "-q", "--out", tmp_path)
+    assert code == 1 and "model=textcnn does not fit" in error and "2 of 3 are finished" in error
+    assert [row["method"] for row in json.loads((tmp_path / "comparison.json").read_text())] == ["fedavg", "fedprox"]
+
+
+def test_sites_of_any_name_and_missing_seeds_show_in_a_comparison(tmp_path):
+    def finished(seed):
+        scores = {"best": 10.0, "seeds": 20.0, "[x]": 30.0, "AVG": 20.0}
+        return runs.Result(tmp_path, configure(seed=seed), [{"round": 1, "accuracy": scores}], "finished")
+
+    found = Comparison(tmp_path, [0, 1], {"a": [finished(0), finished(1)], "b": [finished(0)]})
+    header, _, a, b = found.markdown().splitlines()
+    assert header == "| method | best | seeds | [x] | AVG final | AVG best | AVG last five |"
+    assert a.startswith("| a | 10.00 ± 0.00 | 20.00 ± 0.00 | 30.00 ± 0.00 | 20.00 ± 0.00 |")
+    assert b == "| b (1 of 2 seeds) | 10.00 | 20.00 | 30.00 | 20.00 | 20.00 | 20.00 |"
+    assert [row["seeds"] for row in found.rows()] == [[0, 1], [0]]
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(table(found))
+    assert "[x]" in console.export_text()
+
+
+def test_resume_of_a_finished_cosine_run_advises_nothing_that_is_refused(capsys, tmp_path):
+    call(capsys, "run", "method=fedavg", "lr_schedule=cosine", "rounds=1", *SMALL, f"out={tmp_path}", "-q")
+    code, _, error = call(capsys, "resume", tmp_path, "-q")
+    assert code == 0 and "had been done before" in error and "rounds=2" not in error
+
+
+def test_heads_call_what_clients_hold_out_no_domains(capsys, tmp_path):
+    run = ["run", "method=fedavg", "evaluation=federated", "rounds=1", *SMALL, f"out={tmp_path}", "-q"]
+    assert call(capsys, *run)[0] == 0
+    code, text, error = call(capsys, "heads", tmp_path)
+    assert code == 0 and "mean of the test sets" in text and "domains" not in text, error

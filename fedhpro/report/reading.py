@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from ..card import OF_THE_MACHINE
+from ..card import OF_THE_MACHINE, defaults
 from ..errors import RunError
 from ..evaluation import AVG, headline
 
@@ -156,7 +156,8 @@ class Run:
     def status(self) -> str:
         """result.json is of an earlier stop where the run was resumed since."""
         last = self.history[-1].round
-        if self.ending is None or self.ending.rounds != last:
+        short = last < self.settings.rounds  # of what was asked for since
+        if self.ending is None or self.ending.rounds != last or (self.ending.status == "finished" and short):
             return f"round {last} of {self.settings.rounds}"
         return self.ending.status
 
@@ -221,20 +222,25 @@ def read_run(folder: Path) -> Run:
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """The runs that can be shown, and a sentence for each that cannot. A folder of run folders stands for them all."""
-    runs, problems = list[Run](), list[str]()
+    named, runs, problems = list[Path](), list[Run](), list[str]()
     for folder in folders:
         inside = sorted(path.parent for path in folder.glob("*/config.toml"))
-        for path in inside if inside and not (folder / "config.toml").exists() else [folder]:
-            try:
-                runs.append(read_run(path))
-            except RunError as error:
-                problems.append(str(error))
+        named += inside if inside and not (folder / "config.toml").exists() else [folder]
+    for path in {path.absolute(): path for path in named}.values():  # a run named twice is one
+        try:
+            runs.append(read_run(path))
+        except RunError as error:
+            problems.append(str(error))
     return runs, problems
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """One group for each setting, in the order of the runs, named by its method and what tells it from the others."""
-    configs = [{k: v for k, v in run.config.items() if k not in OF_THE_MACHINE | {"seed"}} for run in runs]
+    """One group for each setting, in the order of the runs, named by its method and what tells it from the others.
+
+    A second run of a setting and seed is no further seed: it has a group of its own, named by its folder.
+    """
+    complete = [defaults(run.config) | run.config for run in runs]  # an older run lacks the keys that came later
+    configs = [{k: v for k, v in config.items() if k not in OF_THE_MACHINE | {"seed"}} for config in complete]
     usual = {key: Counter(config.get(key) for config in configs).most_common(1)[0][0] for key in WHAT}
     labels: dict[tuple[str, int], list[Run]] = {}
     for run, config in zip(runs, configs, strict=True):
@@ -244,6 +250,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
         label = " ".join([run.settings.method, *(f"{key}={config.get(key)}" for key in differs)])
         last = run.history[-1].round
         label += f" ({last} of {run.settings.rounds} rounds)" if last < run.settings.rounds else ""
+        if any(run.settings.seed == other.settings.seed for other in labels.get((label, last), [])):
+            label += f" in {run.folder}"
         labels.setdefault((label, last), []).append(run)
     return [Group(number, label, found) for number, ((label, _), found) in enumerate(labels.items())]
 

@@ -106,8 +106,8 @@ def holdings(groups: Sequence[Group]) -> Markup:
 def confusion(groups: Sequence[Group]) -> Markup:
     drawn = [part for group in groups if (part := _confusion_of(group, len(groups) > 1))]
     note = "Of the last evaluation. A stronger colour stands for more of its true class."
-    more = " The first seed of each setting." if _several_seeds(groups) else ""
-    return join(tag("div", *drawn, class_="grid narrow"), tag("p", note + more, class_="note")) if drawn else NOTHING
+    note += _first_seed(groups)
+    return join(tag("div", *drawn, class_="grid narrow"), tag("p", note, class_="note")) if drawn else NOTHING
 
 
 def fairness(groups: Sequence[Group]) -> Markup:
@@ -131,7 +131,7 @@ def fairness(groups: Sequence[Group]) -> Markup:
         parts += [
             table(header, rows, marks=_marks(by_client)),
             tag("div", curve, class_="grid"),
-            tag("p", note, class_="note"),
+            tag("p", note + _first_seed(by_client), class_="note"),
         ]
     if by_domain:
         rows = [[_name(g), *_spread_of(_domain_scores(g.first), "domain")] for g in by_domain]
@@ -139,6 +139,7 @@ def fairness(groups: Sequence[Group]) -> Markup:
             "Spread of the final accuracy over the domains; std is that of the population, each domain counts the same."
         )
         header = ["run", "mean", "std", "worst domain", "best domain", "gap"]
+        note += _first_seed(by_domain)
         parts += [table(header, rows, marks=_marks(by_domain)), tag("p", note, class_="note")]
     return join(*parts)
 
@@ -467,6 +468,10 @@ def _marks(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 def _several_seeds(groups: Sequence[Group]) -> bool:
     return any(len(group.runs) > 1 for group in groups)
+
+
+def _first_seed(groups: Sequence[Group]) -> str:
+    return " The first seed of each setting." if _several_seeds(groups) else ""
 
 
 def _measured_on(groups: Sequence[Group]) -> str:
