@@ -34,11 +34,13 @@ class Terminal(Callback):
             domains[client.domain] = domains.get(client.domain, 0) + 1
         who = ", ".join(f"{count} {name}" for name, count in sorted(domains.items()))
         parameters = sum(p.numel() for p in federation.net.parameters())
+        of_epochs = _count(config.local_epochs, "epoch")
+        steps = of_epochs if config.local_steps is None else _count(config.local_steps, "step")
         self.console.print(
             f"[bold]{config.method}[/] on {escape(config.data)}: {_count(len(clients), 'client')} "
             f"({escape(who)}), {sum(federation.sizes):,} training samples, "
             f"{config.model} with {parameters:,} parameters, "
-            f"{_count(config.rounds, 'round')} of {_count(config.local_epochs, 'epoch')}, seed {config.seed}",
+            f"{_count(config.rounds, 'round')} of {steps}, seed {config.seed}",
             highlight=False,
             soft_wrap=True,
         )
@@ -72,7 +74,8 @@ class Terminal(Callback):
             self.live.update(self._view())
         else:
             seconds = (time.perf_counter() - self.started) / (record["round"] - self.first)
-            self.console.print(f"{_line(record)}  {seconds:.1f} s a round", highlight=False, soft_wrap=True)
+            line = f"{_line(record)}  {seconds:.1f} s a round"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def end(self, result: Result) -> None:
         if self.live:
@@ -92,7 +95,7 @@ def rounds_table(history: list[dict[str, Any]]) -> Table:
     keys = [(group, key) for group, key in keys if not key.endswith("_start")]
     for group, key in keys:
         styles = {"accuracy": "cyan", "loss": "magenta", "server": "yellow", "privacy": "red"}
-        table.add_column(key, justify="right", style="green" if key == AVG else styles[group])
+        table.add_column(escape(key), justify="right", style="green" if key == AVG else styles[group])
     for record in history:
         cells = [_number(group, record.get(group, {}).get(key)) for group, key in keys]
         table.add_row(str(record["round"]), *cells)
@@ -107,7 +110,7 @@ def result_table(result: Result) -> Table:
     table.add_column("")
     keys = list(result.accuracy)
     for key in keys:
-        table.add_column(key, justify="right", style="bold green" if key == AVG else "")
+        table.add_column(escape(key), justify="right", style="bold green" if key == AVG else "")
     best = result.headline.get("best_round")
     at_best = next((record["accuracy"] for record in result.history if record["round"] == best), result.accuracy)
     table.add_row("final round", *(f"{result.accuracy[key]:.2f}" for key in keys))

@@ -1,11 +1,13 @@
 """What reviewers ran into: commands that crashed, or said less than the truth."""
 
+import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, call
+from conftest import TINY, call, tiny
 from PIL import Image
 from rich.console import Console
 
@@ -16,9 +18,10 @@ from fedhpro.config import configure, without_effect
 from fedhpro.data.own import from_folder, from_tensors
 from fedhpro.errors import ConfigError, RunError
 from fedhpro.evaluation import headline, rounds_to_accuracy
+from fedhpro.federation import Federation
 from fedhpro.heads import NAMES, heads
 from fedhpro.nearest import latest, logits
-from fedhpro.progress import trouble
+from fedhpro.progress import Terminal, trouble
 from fedhpro.use import predict, read_images
 
 SMALL = ["local_steps=1", "clients_per_domain=1", "workers=0"]
@@ -269,3 +272,16 @@ def test_heads_call_what_clients_hold_out_no_domains(capsys, tmp_path):
     assert call(capsys, *run)[0] == 0
     code, text, error = call(capsys, "heads", tmp_path)
     assert code == 0 and "mean of the test sets" in text and "domains" not in text, error
+
+
+def test_progress_says_steps_and_takes_no_site_for_markup():
+    stream = io.StringIO()
+    domains = [dataclasses.replace(domain, name=f"{domain.name}[b]") for domain in tiny().domains]
+    allocation = {"dark[b]": (1, 12), "light[b]": (1, 12)}
+    source = dataclasses.replace(tiny(), domains=tuple(domains), allocation=allocation)
+    with Federation(configure(**TINY, local_steps=1), source) as federation:
+        terminal = Terminal(Console(file=stream, width=200))
+        terminal.start(federation, SimpleNamespace(history=[]))
+        terminal.round(federation.next_round())
+    assert "2 rounds of 1 step, seed 0" in stream.getvalue()
+    assert "dark[b] " in stream.getvalue().splitlines()[1]
