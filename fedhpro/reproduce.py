@@ -34,16 +34,24 @@ FOLDER = Path(__file__).parent / "experiments"
 Keys = dict[str, Any]
 
 
+class Changes(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = ""
+    keys: Keys = {}
+    columns: list[str] = []
+    x: float | None = None
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     keys: Keys = {}
     x: float | None = None  # where the part stands in a sweep
-    quick: bool | Keys = True  # with --quick: whether it stays, and what changes then (keys, name, columns, x)
+    quick: Changes | bool = True  # with --quick: whether it stays, and what changes then
 
     @property
     def changes(self) -> Keys:
-        return self.quick if isinstance(self.quick, dict) else {}
+        return self.quick.model_dump(exclude_unset=True) if isinstance(self.quick, Changes) else {}
 
 
 class Setting(Part):
@@ -56,8 +64,8 @@ class Row(Part):
 
     @field_validator("paper", mode="before")
     @classmethod
-    def nothing_is_an_empty_string(cls, numbers: list[Any]) -> list[Any]:
-        return [None if number == "" else number for number in numbers]
+    def nothing_is_an_empty_string(cls, numbers: Any) -> Any:
+        return [None if number == "" else number for number in numbers] if isinstance(numbers, list) else numbers
 
 
 class Experiment(BaseModel):
@@ -114,6 +122,10 @@ def load(name: str) -> Experiment:
     for parts in (found.settings, found.rows):
         if len({part.name for part in parts}) < len(parts):
             raise ConfigError(f"{path}: two rows or two settings have the same name")
+    known = [row.name for row in found.rows]
+    for name in itertools.chain(*(found.pairs or ())):
+        if name not in known:
+            raise ConfigError(f"{path}: pairs: there is no row {name!r}{configuration.closest(name, known)}")
     for row in found.rows:
         if len(row.paper) not in (0, len(found.columns())):
             raise ConfigError(f"{path}: {row.name} has {len(row.paper)} numbers for {len(found.columns())} columns")

@@ -372,6 +372,9 @@ def test_a_wrong_file_says_where(tmp_path):
         (TINY_EXPERIMENT + "colour = 'red'", "colour"),
         ("[[", "not valid TOML"),
         (TINY_EXPERIMENT.replace('"FedHPro"', '"FedAvg"'), "the same name"),
+        (TINY_EXPERIMENT + "paper = 55.4", r"rows\.2\.paper: Input should be a valid list"),
+        (TINY_EXPERIMENT + "quick = { keys = 'x' }", r"rows\.2\.quick\.Changes\.keys: .*dictionary"),
+        (f"pairs = [['FedAvg', 'FedHPr']]{TINY_EXPERIMENT}", "pairs: there is no row 'FedHPr': did you mean 'FedHPro'"),
     ):
         (tmp_path / "wrong.toml").write_text(text)
         with pytest.raises(ConfigError, match=words):
