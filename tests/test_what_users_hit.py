@@ -16,6 +16,7 @@ from fedhpro.errors import ConfigError, RunError
 from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.heads import NAMES, heads
 from fedhpro.nearest import latest, logits
+from fedhpro.probe import local_accuracies
 from fedhpro.progress import trouble
 from fedhpro.use import predict, read_images
 
@@ -85,6 +86,13 @@ def test_a_sweep_over_uneven_classes_has_their_mean(capsys, tmp_path):
     assert code == 0, error
     cells = json.loads((tmp_path / "out/sweep.json").read_text())["cells"]
     assert [cell["column"] for cell in cells] == ["AVG", "balanced"] * 2
+
+
+def test_fairness_of_own_models_needs_test_sets_at_the_server(tiny_source, tmp_path):
+    config = configure(**TINY | {"method": "fedavg", "evaluation": "federated"}, out=str(tmp_path))
+    runs.run(config, source=tiny_source)
+    with pytest.raises(RunError, match="no test sets at the server: evaluation=federated"):
+        local_accuracies(tmp_path, tiny_source)
 
 
 def test_a_stalled_run_does_not_end_a_comparison(capsys, tmp_path):
