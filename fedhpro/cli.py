@@ -33,7 +33,7 @@ from .config import (
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
-from .reproduce_cli import parse_seeds, reproduce, sweep
+from .reproduce_cli import parse_seeds, reproduce, sweep, tell_without_effect
 
 app = typer.Typer(
     name="fedhpro",
@@ -188,6 +188,7 @@ def compare(
     if out_folder is not None:
         common["out"] = str(out_folder)
     rows = comparison.entries(names, common, control)
+    tell_without_effect(common | row.keys for row in rows)
 
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):

@@ -244,7 +244,9 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
         for row in experiment.rows
     }
     for setting in experiment.settings:
-        domains = _domains(configs[experiment.rows[0].name, setting.name, seeds[0]])
+        tested = {(c.data, c.evaluation): c for (_, name, _), c in configs.items() if name == setting.name}
+        known = [_domains(config) for config in tested.values()]
+        domains = list(dict.fromkeys(itertools.chain(*known))) if all(known) else []
         try:
             for column in setting.columns:
                 check(column, domains)

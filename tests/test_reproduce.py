@@ -397,6 +397,24 @@ def test_a_sweep_is_a_matrix_too(capsys):
     assert Path("s/sweep.html").is_file() and "fedprox" in text
 
 
+def test_a_sweep_with_a_preset_sweeps_its_method(capsys):
+    code, text, _ = call(capsys, "sweep", "preset=plus", "lr=0.01,0.03", "--dry-run")
+    assert code == 0 and "fedhpro-plus lr=0.01," in text and "2 runs" in text
+    code, text, _ = call(capsys, "sweep", "preset=plus,released", "--dry-run")
+    assert code == 0 and "fedhpro-plus preset=plus," in text and "fedhpro preset=released," in text
+    code, text, _ = call(capsys, "sweep", "preset=plus", "method=fedavg", "lr=0.01,0.03", "--dry-run")
+    assert code == 0 and "fedavg lr=0.01," in text
+
+
+def test_a_sweep_refuses_values_that_make_no_difference(capsys):
+    code, _, error = call(capsys, "sweep", "alpha=0.1,0.5", "--dry-run")
+    assert code == 2 and "alpha has no effect with scenario=domains" in error
+    code, _, error = call(capsys, "sweep", "lr=0.03,0.030", "--dry-run")
+    assert code == 2 and "fedhpro lr=0.03 and fedhpro lr=0.030" in error
+    code, _, error = call(capsys, "sweep", "scenario=iid,nid1", "alpha=0.1,0.5", "--dry-run")
+    assert code == 0 and "alpha has no effect with scenario=iid" in error
+
+
 def test_compare_runs_several_at_once(capsys):
     keys = ["rounds=1", "local_steps=1", "batch_size=8", "stem=7x7", "clients_per_domain=1", "samples_per_client=16"]
     code, text, error = call(capsys, "compare", "fedavg", "fedprox", *keys, "--parallel", "2", "--out", "c")
