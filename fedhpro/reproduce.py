@@ -235,8 +235,11 @@ class Plan:
 
 
 def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: Keys | None = None) -> Plan:
-    """All configs are checked here, before anything runs; `keys` win over those of the experiment."""
+    """All configs are checked here, before anything runs; `keys` win over those of the experiment, and are told."""
     seeds = seeds or experiment.seeds
+    if keys:
+        _check_that_runs_stay_apart(experiment, seeds[0], keys)
+        experiment = experiment.model_copy(update={"title": f"{experiment.title} ({_told(keys)})"})
     configs = {
         (row.name, setting.name, seed): placed(_config(experiment, row, setting, seed, keys or {}), store)
         for seed in seeds
@@ -257,10 +260,42 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
 
 
 def _config(experiment: Experiment, row: Row, setting: Setting, seed: int, keys: Keys) -> Config:
+    given = {name: value for name, value in keys.items() if name != "preset"}
     try:
-        return experiment.config(row, setting, seed).replace(**keys)
+        if "preset" in keys and "preset" not in setting.keys | row.keys:
+            given = _training(keys["preset"], experiment) | given
+        return experiment.config(row, setting, seed).replace(**given)
     except ConfigError as error:
         raise ConfigError(f"{experiment.name}, {row.name}, {setting.name}: {error}") from None
+
+
+def _training(preset: str, experiment: Experiment) -> Keys:
+    """A preset without its method, which the rows of a table say, and without what tells rows or settings apart."""
+    left_out = {"method", *configuration.method_keys(configure(preset=preset).method)}
+    for parts in (experiment.settings, experiment.rows):
+        every = {name for part in parts for name in part.keys}
+        left_out |= {name for name in every if any(part.keys.get(name) != parts[0].keys.get(name) for part in parts)}
+    return {name: value for name, value in configuration.PRESETS[preset].items() if name not in left_out}
+
+
+def _check_that_runs_stay_apart(experiment: Experiment, seed: int, keys: Keys) -> None:
+    """What the keys make one and the same run would stand in the table under names that say otherwise."""
+    seen = dict[str, tuple[str, str]]()
+    for setting, row in itertools.product(experiment.settings, experiment.rows):
+        before, after = (_looked_at(_config(experiment, row, setting, seed, given)) for given in ({}, keys))
+        name = f"{row.name}, {setting.name}"
+        first, of_first = seen.setdefault(after, (name, before))
+        if of_first != before:
+            raise ConfigError(f"{experiment.name}: {_told(keys)} would make one run of [{first}] and [{name}]")
+
+
+def _looked_at(config: Config) -> str:
+    ignored = configuration.unused(config)
+    return repr({name: value for name, value in config.flat().items() if name not in ignored})
+
+
+def _told(keys: Keys) -> str:
+    return ", ".join(f"{name}={value}" for name, value in keys.items())
 
 
 def _domains(config: Config) -> list[str]:
