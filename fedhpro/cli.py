@@ -33,7 +33,7 @@ from .config import (
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
-from .reproduce_cli import parse_seeds, reproduce, sweep
+from .reproduce_cli import parse_seeds, reproduce, sweep, tell_without_effect
 
 app = typer.Typer(
     name="fedhpro",
@@ -190,7 +190,9 @@ def compare(
     if track and parallel > 1:
         raise ConfigError("--track goes with one run at a time: give it without --parallel")
     rows = comparison.entries(names, common, control)
-    configs = comparison.check(rows, common)
+    configs = [configure(**(common | row.keys)) for row in rows]
+    comparison.check(configs)
+    tell_without_effect(common | row.keys for row in rows)
 
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -63,15 +63,13 @@ def _label(method: str, keys: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
 
 
-def check(rows: Sequence[Entry], common: dict[str, Any]) -> list[Config]:
-    """The config of each row; what is wrong with one and shows without its data does so before another is trained."""
-    configs = [configure(**(common | row.keys)) for row in rows]
+def check(configs: Iterable[Config]) -> None:
+    """What is wrong with one of them and shows without its data does so before another is trained."""
     for config in configs:
         if config.evaluation == "off":
             raise ConfigError("evaluation=off leaves a comparison nothing to show: choose central or federated")
         check_engine(config)
         nearest.check(config, choose_exchange(config, config.build_method()))
-    return configs
 
 
 def compare(

@@ -240,18 +240,39 @@ def configure(**keys: Any) -> Config:
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
     """Of the keys that somebody gave: those that this run does not look at, each in a sentence."""
-    cut = f"scenario={config.scenario}"
-    unused = {
-        "alpha": ("nid1" not in config.scenario, cut),
-        "clients": (config.scenario in ("domains", "nid2") and config.data != SITES, cut),
-        "clients_per_domain": (config.scenario != "domains", cut),
-        "shards_per_client": (config.scenario != "shards", cut),
-        "attack_share": (config.attack == "off", "attack=off"),
-        "attack_scale": (config.attack == "off", "attack=off"),
-        "robust_share": (config.robust == "off", "robust=off"),
-        "local_epochs": (config.local_steps is not None, f"local_steps={config.local_steps}"),
+    reasons = unused(config)
+    return [f"{name} has no effect with {reasons[name]}" for name in given if name in reasons]
+
+
+def unused(config: Config) -> dict[str, str]:
+    """The keys that this run does not look at, each with the setting that is the reason."""
+    cut, nid2 = config.scenario, ("nid2_clients", "nid2_classes", "nid2_share", "nid2_equal_size")
+    looked_at = {
+        "scenario": {
+            "alpha": "nid1" in cut,
+            "min_samples": cut == "nid1",
+            "clients": cut not in ("domains", "nid2") or config.data == SITES,
+            "clients_per_domain": cut == "domains",
+            "samples_per_client": cut == "domains",
+            "shards_per_client": cut == "shards",
+            **dict.fromkeys(nid2, cut == "nid2"),
+        },
+        "attack": dict.fromkeys(("attack_share", "attack_scale"), config.attack != "off"),
+        "robust": {
+            "robust_share": config.robust in ("trimmed", "krum", "multikrum"),
+            "robust_clip": config.robust == "clip",
+        },
+        "local_steps": {"local_epochs": config.local_steps is None},
+        "lr_schedule": {"lr_decay": config.lr_schedule == "exponential"},
+        "evaluation": {"held_out": config.evaluation in ("federated", "both")},
+        "engine": {"compile": config.engine == "cuda"},
     }
-    return [f"{name} has no effect with {unused[name][1]}" for name in given if unused.get(name, (False, ""))[0]]
+    return {
+        name: f"{reason}={getattr(config, reason)}"
+        for reason, keys in looked_at.items()
+        for name, matters in keys.items()
+        if not matters
+    }
 
 
 def own_data(keys: Mapping[str, Any]) -> list[str]:

@@ -76,11 +76,13 @@ def local_accuracies(run: str | Path, source: Source | None = None) -> list[floa
     """Of each client's own model, trained for a round from the final global one, on all test sets together."""
     federation, _ = restored(Path(run), source)
     sent, shown, trainer, found = federation.sent(), federation.shown(), federation.trainer, list[float]()
+    tests = [name for name in trainer.tests if name.startswith("server/")]
+    if not tests:
+        raise RunError(f"{run} has no test sets at the server: evaluation={federation.config.evaluation}")
     for k in range(len(federation.clients)):
         with one_thread():
             upload, _ = trainer.update(federation.round, k, sent, federation.memories.get(k, {}))
             model = {name: value for name, value in upload.items() if name.startswith("model/")}
-            tests = [name for name in trainer.tests if name.startswith("server/")]
             matrices = [trainer.evaluate(test, None, shown | model, {})[federation.headline] for test in tests]
         found.append(accuracy(torch.stack(matrices).sum(0)))
     return found

@@ -34,16 +34,24 @@ FOLDER = Path(__file__).parent / "experiments"
 Keys = dict[str, Any]
 
 
+class Changes(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = ""
+    keys: Keys = {}
+    columns: list[str] = []
+    x: float | None = None
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     keys: Keys = {}
     x: float | None = None  # where the part stands in a sweep
-    quick: bool | Keys = True  # with --quick: whether it stays, and what changes then (keys, name, columns, x)
+    quick: Changes | bool = True  # with --quick: whether it stays, and what changes then
 
     @property
     def changes(self) -> Keys:
-        return self.quick if isinstance(self.quick, dict) else {}
+        return self.quick.model_dump(exclude_unset=True) if isinstance(self.quick, Changes) else {}
 
 
 class Setting(Part):
@@ -56,8 +64,8 @@ class Row(Part):
 
     @field_validator("paper", mode="before")
     @classmethod
-    def nothing_is_an_empty_string(cls, numbers: list[Any]) -> list[Any]:
-        return [None if number == "" else number for number in numbers]
+    def nothing_is_an_empty_string(cls, numbers: Any) -> Any:
+        return [None if number == "" else number for number in numbers] if isinstance(numbers, list) else numbers
 
 
 class Experiment(BaseModel):
@@ -114,6 +122,10 @@ def load(name: str) -> Experiment:
     for parts in (found.settings, found.rows):
         if len({part.name for part in parts}) < len(parts):
             raise ConfigError(f"{path}: two rows or two settings have the same name")
+    known = [row.name for row in found.rows]
+    for name in itertools.chain(*(found.pairs or ())):
+        if name not in known:
+            raise ConfigError(f"{path}: pairs: there is no row {name!r}{configuration.closest(name, known)}")
     for row in found.rows:
         if len(row.paper) not in (0, len(found.columns())):
             raise ConfigError(f"{path}: {row.name} has {len(row.paper)} numbers for {len(found.columns())} columns")
@@ -223,8 +235,11 @@ class Plan:
 
 
 def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: Keys | None = None) -> Plan:
-    """All configs are checked here, before anything runs; `keys` win over those of the experiment."""
+    """All configs are checked here, before anything runs; `keys` win over those of the experiment, and are told."""
     seeds = seeds or experiment.seeds
+    if keys:
+        _check_that_runs_stay_apart(experiment, seeds[0], keys)
+        experiment = experiment.model_copy(update={"title": f"{experiment.title} ({_told(keys)})"})
     configs = {
         (row.name, setting.name, seed): placed(_config(experiment, row, setting, seed, keys or {}), store)
         for seed in seeds
@@ -232,7 +247,9 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
         for row in experiment.rows
     }
     for setting in experiment.settings:
-        domains = _domains(configs[experiment.rows[0].name, setting.name, seeds[0]])
+        tested = {(c.data, c.evaluation): c for (_, name, _), c in configs.items() if name == setting.name}
+        known = [_domains(config) for config in tested.values()]
+        domains = list(dict.fromkeys(itertools.chain(*known))) if all(known) else []
         try:
             for column in setting.columns:
                 check(column, domains)
@@ -243,10 +260,42 @@ def plan(experiment: Experiment, store: Path, seeds: Sequence[int] = (), keys: K
 
 
 def _config(experiment: Experiment, row: Row, setting: Setting, seed: int, keys: Keys) -> Config:
+    given = {name: value for name, value in keys.items() if name != "preset"}
     try:
-        return experiment.config(row, setting, seed).replace(**keys)
+        if "preset" in keys and "preset" not in setting.keys | row.keys:
+            given = _training(keys["preset"], experiment) | given
+        return experiment.config(row, setting, seed).replace(**given)
     except ConfigError as error:
         raise ConfigError(f"{experiment.name}, {row.name}, {setting.name}: {error}") from None
+
+
+def _training(preset: str, experiment: Experiment) -> Keys:
+    """A preset without its method, which the rows of a table say, and without what tells rows or settings apart."""
+    left_out = {"method", *configuration.method_keys(configure(preset=preset).method)}
+    for parts in (experiment.settings, experiment.rows):
+        every = {name for part in parts for name in part.keys}
+        left_out |= {name for name in every if any(part.keys.get(name) != parts[0].keys.get(name) for part in parts)}
+    return {name: value for name, value in configuration.PRESETS[preset].items() if name not in left_out}
+
+
+def _check_that_runs_stay_apart(experiment: Experiment, seed: int, keys: Keys) -> None:
+    """What the keys make one and the same run would stand in the table under names that say otherwise."""
+    seen = dict[str, tuple[str, str]]()
+    for setting, row in itertools.product(experiment.settings, experiment.rows):
+        before, after = (_looked_at(_config(experiment, row, setting, seed, given)) for given in ({}, keys))
+        name = f"{row.name}, {setting.name}"
+        first, of_first = seen.setdefault(after, (name, before))
+        if of_first != before:
+            raise ConfigError(f"{experiment.name}: {_told(keys)} would make one run of [{first}] and [{name}]")
+
+
+def _looked_at(config: Config) -> str:
+    ignored = configuration.unused(config)
+    return repr({name: value for name, value in config.flat().items() if name not in ignored})
+
+
+def _told(keys: Keys) -> str:
+    return ", ".join(f"{name}={value}" for name, value in keys.items())
 
 
 def _domains(config: Config) -> list[str]:

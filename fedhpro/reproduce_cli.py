@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .config import configure, names_and_keys, parse
+from .config import Config, configure, names_and_keys, parse, without_effect
 from .errors import ConfigError, DataError
 
 out, err = Console(), Console(stderr=True)
@@ -79,42 +80,77 @@ def sweep(
     out_folder: Annotated[Path, typer.Option("--out", help="Of the runs and tables.")] = Path("runs/sweep"),
 ) -> None:
     """The same federation with every combination of some values, as in [cyan]fedhpro sweep tau=0.03,0.05,0.1[/]."""
-    from .comparison import entries
+    from .comparison import check, entries
     from .data import load
     from .reproduce import Experiment, Row, Setting
 
     keys = parse(arguments)
-    varied = {name: values.split(",") for name, values in keys.items() if "," in values}
+    values = {name: _values(name, text) for name, text in keys.items()}
+    varied = {name: several for name, several in values.items() if len(several) > 1}
     common = {name: value for name, value in keys.items() if name not in varied}
     if not varied:
         raise ConfigError("nothing is varied: give a key several values, as in tau=0.03,0.05,0.1")
     for name in {"seed", "out", "workers"} & keys.keys():
         raise ConfigError(f"{name} is not a key here: --seeds, --out and --parallel say it")
-    method = common.pop("method", "fedhpro")
-    combinations = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
-    labels = [f"{own.pop('method', method)}:" + ",".join(f"{k}={v}" for k, v in own.items()) for own in combinations]
-    rows = entries([label.rstrip(":") for label in labels], common, control and "M" not in varied)
-    config = configure(**(common | rows[0].keys))
-    domains = load(config.data).domains
-    names = [domain.name for domain in domains] if len(domains) > 1 and config.evaluation != "federated" else []
-    uneven = any(len(set(domain.test.y.bincount().tolist())) > 1 for domain in domains)
-    columns = [*names, "AVG", *(["balanced"] if uneven and config.evaluation != "federated" else [])]
-    frozen = {row.label for row in rows if row.keys.get("M") == 0 and "M" not in varied}
+    combinations = [dict(zip(varied, chosen, strict=True)) for chosen in itertools.product(*varied.values())]
+    configs = [configure(**(common | own)) for own in combinations]
+    labels = [
+        " ".join([config.method, *(f"{name}={value}" for name, value in own.items() if name != "method")])
+        for own, config in zip(combinations, configs, strict=True)
+    ]
+    _check_that_rows_differ(varied, labels, configs)
+    check(configs)
+    tell_without_effect(common | own for own in combinations)
+    rows, pairs = list[Row](), list[tuple[str, str]]()
+    for label, own, config in zip(labels, combinations, configs, strict=True):
+        for entry in entries([config.method], common | own, control and "M" not in varied):
+            frozen = "M" in entry.keys
+            pairs += [(label, f"{label} M=0")] if frozen else []
+            line = "control, M=0" if frozen else ""
+            rows.append(Row(name=label + " M=0" * frozen, keys=own | entry.keys, x=_place(own, varied), line=line))
+    central = dict.fromkeys(config.data for config in configs if config.evaluation != "federated")
+    sources = [load(data).domains for data in central]
+    names = dict.fromkeys(domain.name for domains in sources if len(domains) > 1 for domain in domains)
+    uneven = any(len(set(d.test.y.bincount().tolist())) > 1 for domains in sources for d in domains)
+    chosen_apart = all(config.split == "validation" for config in configs)
     experiment = Experiment(
         name="sweep",
-        title=f"Sweep of {', '.join(varied)} on {config.data}",
-        about="" if config.split == "validation" else "Choose settings on the validation part: split=validation.",
+        title=f"Sweep of {', '.join(varied)}" + ("" if "data" in varied else f" on {configs[0].data}"),
+        about="" if chosen_apart else "Choose settings on the validation part: split=validation.",
         seeds=[0],
         keys=common,
         figure="sweep" if len(varied) == 1 and all(map(_is_number, *varied.values())) else "curves",
-        pairs=[(row.label, f"{row.label} M=0") for row in rows if f"{row.label} M=0" in frozen],
-        settings=[Setting(name=config.data, columns=columns)],
-        rows=[
-            Row(name=label, keys=keys, x=_place(keys, varied), line="control, M=0" * (label in frozen))
-            for label, keys in ((row.label, row.keys) for row in rows)
+        pairs=pairs,
+        settings=[
+            Setting(
+                name="data" if "data" in varied else configs[0].data,
+                columns=[*names, "AVG", *(["balanced"] if uneven else [])],
+            )
         ],
+        rows=rows,
     )
     _go([experiment], seeds, {}, parallel, out_folder, dry_run)
+
+
+def _values(name: str, text: str) -> list[str]:
+    """Those with commas between them; data has options behind commas too, as in folder:PATH,size=16."""
+    return re.split(r",(?!\w+=)", text) if name == "data" else text.split(",")
+
+
+def _check_that_rows_differ(varied: Iterable[str], labels: Sequence[str], configs: Sequence[Config]) -> None:
+    for name in varied:
+        if all(found := [without_effect(config, [name]) for config in configs]):
+            raise ConfigError(f"{found[0][0]}: there is nothing to vary")
+    for number, config in enumerate(configs):
+        if (first := configs.index(config)) < number:
+            raise ConfigError(f"two rows have the same settings: {labels[first]} and {labels[number]}")
+
+
+def tell_without_effect(rows: Iterable[dict[str, Any]]) -> None:
+    """Of each row's keys those that its runs do not look at."""
+    sentences = (sentence for keys in rows for sentence in without_effect(configure(**keys), keys))
+    for sentence in dict.fromkeys(sentences):
+        err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _go(

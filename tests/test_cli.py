@@ -143,6 +143,8 @@ def test_compare_with_settings_of_one_method(capsys, tmp_path):
         (["compare", "fedavg", "local", "nearest=true"], ["nearest=true", "exchange=nothing"]),
         (["compare", "fedavg", "fedavg:precision=tf32"], ["tf32"]),
         (["compare", "fedavg", "evaluation=off"], ["evaluation=off"]),
+        (["sweep", "lr=0.1,0.2", "evaluation=off"], ["evaluation=off"]),
+        (["sweep", "nearest=true,false", "method=local"], ["nearest"]),
         (["compare", "fedavg", "--parallel", "2", "--track", "tensorboard"], ["--track", "--parallel"]),
         (["predict", "nowhere", "x.png"], ["nowhere"]),
         (["export", "nowhere"], ["nowhere"]),

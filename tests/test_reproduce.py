@@ -365,6 +365,45 @@ def test_wrong_input_gets_one_sentence_and_exit_code_2(capsys, arguments, words)
     assert code == 2 and "Traceback" not in error and all(word in error for word in words), error
 
 
+@pytest.mark.parametrize(
+    "name,quick,keys,rows",
+    [
+        ("figure8", False, {"M": 5}, r"\[I=5, Digits\] and \[M=0 \(control\), Digits\]"),
+        ("epochs", True, {"local_steps": 3}, r"\[FedAvg, 1 step \(for E=1\)\] and \[FedAvg, 6 steps"),
+        ("epochs", False, {"local_steps": 3}, r"\[FedAvg, E=1\] and \[FedAvg, E=5\]"),  # which makes epochs idle
+        ("clients", False, {"clients": 20}, r"\[FedAvg, K=10\] and \[FedAvg, K=20\]"),
+    ],
+)
+def test_keys_that_would_make_one_run_of_two_rows_are_refused(name, quick, keys, rows, tmp_path):
+    experiment = reproduce.load(name)
+    with pytest.raises(ConfigError, match=f"{name}: .* would make one run of {rows}"):
+        reproduce.plan(reproduce.quick(experiment) if quick else experiment, tmp_path, (0,), keys)
+
+
+def test_a_preset_for_a_table_changes_its_training_and_none_of_its_labels(tmp_path):
+    quick = reproduce.quick(reproduce.load("table2"))
+    plain, with_preset = (reproduce.plan(quick, tmp_path, (0,), keys) for keys in ({}, {"preset": "paper"}))
+    for place, config in with_preset.configs.items():
+        assert config.rounds == 100 and config.method == plain.configs[place].method
+        assert config.parameters == plain.configs[place].parameters
+    full = reproduce.plan(reproduce.load("epochs"), tmp_path, (0,), {"preset": "released", "lr": 0.2})
+    config = full.configs["FedAvg", "E=1", 0]
+    assert (config.local_epochs, config.width, config.lr, config.momentum) == (1, 32, 0.2, 0)
+    released = reproduce.load("quantity-skew")
+    own = reproduce.plan(released, tmp_path, (0,), {"preset": "paper"}).configs
+    row = next(row for row in released.rows if row.keys.get("preset") == "released")
+    assert own[row.name, released.settings[0].name, 0].lr == 0.1
+    with pytest.raises(ConfigError, match="there is no preset 'papr'"):
+        reproduce.plan(quick, tmp_path, (0,), {"preset": "papr"})
+
+
+def test_keys_given_to_a_table_are_in_its_title(tmp_path):
+    quick = reproduce.quick(reproduce.load("heterogeneous-models"))  # some of its settings have other rounds
+    found = reproduce.plan(quick, tmp_path, (0,), {"rounds": 1, "local_steps": 1})
+    assert found.experiment.title == f"{quick.title} (rounds=1, local_steps=1)"
+    assert reproduce.plan(quick, tmp_path, (0,)).experiment.title == quick.title
+
+
 def test_a_wrong_file_says_where(tmp_path):
     for text, words in (
         ("title = 3", "title"),
@@ -372,6 +411,9 @@ def test_a_wrong_file_says_where(tmp_path):
         (TINY_EXPERIMENT + "colour = 'red'", "colour"),
         ("[[", "not valid TOML"),
         (TINY_EXPERIMENT.replace('"FedHPro"', '"FedAvg"'), "the same name"),
+        (TINY_EXPERIMENT + "paper = 55.4", r"rows\.2\.paper: Input should be a valid list"),
+        (TINY_EXPERIMENT + "quick = { keys = 'x' }", r"rows\.2\.quick\.Changes\.keys: .*dictionary"),
+        (f"pairs = [['FedAvg', 'FedHPr']]{TINY_EXPERIMENT}", "pairs: there is no row 'FedHPr': did you mean 'FedHPro'"),
     ):
         (tmp_path / "wrong.toml").write_text(text)
         with pytest.raises(ConfigError, match=words):
@@ -392,6 +434,24 @@ def test_a_sweep_is_a_matrix_too(capsys):
     code, text, _ = call(capsys, "sweep", "method=fedavg,fedprox", *keys, "--out", "s")
     assert code == 0 and text.count(": finished") == 2 and "split=validation" in Path("s/sweep.md").read_text()
     assert Path("s/sweep.html").is_file() and "fedprox" in text
+
+
+def test_a_sweep_with_a_preset_sweeps_its_method(capsys):
+    code, text, _ = call(capsys, "sweep", "preset=plus", "lr=0.01,0.03", "--dry-run")
+    assert code == 0 and "fedhpro-plus lr=0.01," in text and "2 runs" in text
+    code, text, _ = call(capsys, "sweep", "preset=plus,released", "--dry-run")
+    assert code == 0 and "fedhpro-plus preset=plus," in text and "fedhpro preset=released," in text
+    code, text, _ = call(capsys, "sweep", "preset=plus", "method=fedavg", "lr=0.01,0.03", "--dry-run")
+    assert code == 0 and "fedavg lr=0.01," in text
+
+
+def test_a_sweep_refuses_values_that_make_no_difference(capsys):
+    code, _, error = call(capsys, "sweep", "alpha=0.1,0.5", "--dry-run")
+    assert code == 2 and "alpha has no effect with scenario=domains" in error
+    code, _, error = call(capsys, "sweep", "lr=0.03,0.030", "--dry-run")
+    assert code == 2 and "fedhpro lr=0.03 and fedhpro lr=0.030" in error
+    code, _, error = call(capsys, "sweep", "scenario=iid,nid1", "alpha=0.1,0.5", "--dry-run")
+    assert code == 0 and "alpha has no effect with scenario=iid" in error
 
 
 def test_compare_runs_several_at_once(capsys):

@@ -21,6 +21,7 @@ from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.federation import Federation
 from fedhpro.heads import NAMES, heads
 from fedhpro.nearest import latest, logits
+from fedhpro.probe import local_accuracies
 from fedhpro.progress import Terminal, trouble
 from fedhpro.use import predict, read_images
 
@@ -94,6 +95,36 @@ def test_a_sweep_over_uneven_classes_has_their_mean(capsys, tmp_path):
     assert [cell["column"] for cell in cells] == ["AVG", "balanced"] * 2
 
 
+def test_a_sweep_takes_data_with_options_and_several_data(capsys, tmp_path):
+    for site in ("north", "south", "east"):
+        for label in ("ill", "well"):
+            folder = tmp_path / ("b" if site == "east" else "a") / site / label
+            folder.mkdir(parents=True)
+            for i in range(12):
+                Image.new("RGB", (16, 16), (i, 200 * (label == "ill"), ord(site[0]))).save(folder / f"{i}.png")
+    a, b = tmp_path / "a", tmp_path / "b" / "east"
+    keys = ["scenario=iid", "clients=2", "rounds=1", "local_steps=1", "method=fedavg", "--out", tmp_path / "out"]
+    code, text, error = call(capsys, "sweep", "lr=0.01,0.03", f"data=folder:{a},size=16,crop=0", *keys, "--dry-run")
+    assert code == 0 and "2 runs" in text, error
+    code, _, error = call(capsys, "sweep", f"data=folder:{b},folder:{a},size=8", *keys, "--parallel", "1")
+    assert code == 0, error
+    found = json.loads((tmp_path / "out/sweep.json").read_text())
+    assert found["title"] == "Sweep of data" and found["problems"] == []
+    assert {(cell["row"], cell["setting"]) for cell in found["cells"]} == {
+        (f"fedavg data=folder:{b}", "data"), (f"fedavg data=folder:{a},size=8", "data")
+    }  # fmt: skip
+    means = {(cell["row"].endswith("size=8"), cell["column"]): cell["mean"] for cell in found["cells"]}
+    assert None not in [means[True, name] for name in ("north", "south", "AVG")]
+    assert means[False, "AVG"] is not None and means[False, "north"] is None
+
+
+def test_fairness_of_own_models_needs_test_sets_at_the_server(tiny_source, tmp_path):
+    config = configure(**TINY | {"method": "fedavg", "evaluation": "federated"}, out=str(tmp_path))
+    runs.run(config, source=tiny_source)
+    with pytest.raises(RunError, match="no test sets at the server: evaluation=federated"):
+        local_accuracies(tmp_path, tiny_source)
+
+
 def test_a_stalled_run_does_not_end_a_comparison(capsys, tmp_path):
     rows = ["fedavg:lr=1e30", "fedprox", "rounds=4", *SMALL]
     code, _, error = call(capsys, "compare", *rows, "-q", "--out", tmp_path / "both")
@@ -132,6 +163,19 @@ def test_keys_that_do_nothing_are_named():
         "attack_share has no effect with attack=off", "local_epochs has no effect with local_steps=1",
     ]  # fmt: skip
     assert without_effect(configure(scenario="nid1", alpha=0.1, clients=5), ["alpha", "clients", "scenario"]) == []
+    idle = ["held_out", "lr_decay", "samples_per_client", "robust_clip", "nid2_share", "min_samples", "compile"]
+    assert len(without_effect(configure(scenario="iid"), idle)) == len(idle)
+    used = configure(scenario="nid1", evaluation="both", lr_schedule="exponential", robust="clip", engine="cuda")
+    assert without_effect(used, idle) == [f"{name} has no effect with scenario=nid1" for name in (idle[2], idle[4])]
+    assert without_effect(configure(robust="median"), ["robust_share"]) == [
+        "robust_share has no effect with robust=median"
+    ]
+
+
+def test_compare_names_keys_that_do_nothing(capsys, tmp_path):
+    rows = ["fedavg", "fedprox", "alpha=0.1", "rounds=1", *SMALL, "--out", tmp_path]
+    code, _, error = call(capsys, "compare", *rows, "-q")
+    assert code == 0 and error.count("alpha has no effect with scenario=domains") == 1
 
 
 def test_a_folder_or_file_as_data_is_told_how_to_be_written(tmp_path):
