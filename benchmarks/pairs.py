@@ -22,6 +22,8 @@ SIZES = {"validation": 800, "test": 2000}
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
     "plus": {"method": "fedhpro-plus"},
+    "plus-paced": {"method": "fedhpro-plus", "paced": True},
+    "plus-unaligned": {"method": "fedhpro-plus", "aligned": False},
     "fedhpro": {"method": "fedhpro"},
     "fedhpro-M0": {"method": "fedhpro", "M": 0},
     "fedrcl": {"method": "fedrcl"},

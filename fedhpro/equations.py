@@ -162,11 +162,17 @@ def hpal(features: Tensor, labels: Tensor, hyper: Tensor, present: Tensor | None
     return align(features, labels, hyper.mean(1), present)
 
 
-def align(features: Tensor, labels: Tensor, means: Tensor, present: Tensor | None = None) -> Tensor:
-    """Eq 13 from the means[C, d]; a sample whose class has none counts 0 and stays in the batch's mean."""
+def align(
+    features: Tensor, labels: Tensor, means: Tensor, present: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Eq 13 from the means[C, d]; a sample whose class has none counts 0 and stays in the batch's mean. weights[n]:
+    how much each sample counts, 1 where not given.
+    """
     target = means[labels]
     if present is not None:
         target = torch.where(present[labels][:, None], target, features.detach())
+    if weights is not None:
+        return (F.huber_loss(features, target, reduction="none").sum(1) * weights).mean()
     return F.huber_loss(features, target, reduction="sum") / len(labels)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import TINY
 from test_fedhpro import run, terms_of
 
@@ -43,7 +44,7 @@ def test_a_mixture_is_how_evenly_many_labels_are_spread(counts, strength):
 def test_a_mixture_does_not_blame_small_clients(classes, samples):
     """Labels drawn evenly: the reference is their mean entropy, so most of any number of them count as mixed."""
     draws = torch.randint(classes, (400, samples), generator=torch.Generator().manual_seed(0))
-    held = torch.nn.functional.one_hot(draws, classes).sum(1)
+    held = F.one_hot(draws, classes).sum(1)
     entropies = torch.special.entr(held / samples).sum(1).double()
     even = (
         torch.tensor([samples // classes] * classes) if samples >= classes else (torch.arange(classes) < samples).long()
@@ -72,6 +73,21 @@ def test_loss_by_hand():
     other = terms_of(FedRCL(), {})[0]
     assert terms["contrast"] == other["contrast"] and terms["penalty"] == other["penalty"]
     assert set(terms) == {"ce", "hpal", "contrast", "penalty"}
+
+
+def test_paced_alignment_by_hand():
+    """A sample counts as much as its class is probable, and is not paid for making it less so."""
+    terms, z, y, context = terms_of(FedHProPlus(agreed=False, paced=True), {})
+    plain = terms_of(FedHProPlus(agreed=False), {})[0]
+    probable = (z @ context["directions"].T).softmax(1)[torch.arange(len(y)), y].detach()
+    each = F.huber_loss(z, context["anchors"][y], reduction="none").sum(1)
+    torch.testing.assert_close(terms["hpal"], (probable * each).mean())
+    assert 0 < terms["hpal"] < plain["hpal"] and all(terms[name] == plain[name] for name in plain if name != "hpal")
+    z = z.detach().requires_grad_()
+    net = SimpleNamespace(features=lambda z: z, balanced=lambda logits: logits)
+    FedHProPlus(agreed=False, contrasted=False, paced=True).loss(net, {}, z, y, context)["hpal"].backward()
+    slopes = (z - context["anchors"][y]).clamp(-1, 1) * probable[:, None] / len(y)
+    torch.testing.assert_close(z.grad, slopes.detach())
 
 
 @pytest.mark.parametrize("pro, wanted", [(1.0, True), (0.9, True), (0.89, False), (0.0, False)])

@@ -44,6 +44,7 @@ tables, matrix = tool("tables"), tool("matrix")
         ("cifar10-lt-100", "RESULTS"),
         ("cifar10-lt-50", "RESULTS"),
         ("cifar10-lt-10", "RESULTS"),
+        ("cifar10-labels", "RESULTS"),
         ("office-caltech-nearest", "RESULTS"),
         ("digits-lite", "comparison"),
         ("precision", "gpu"),
@@ -57,7 +58,8 @@ def test_tables_show_what_was_measured(results, page):
 
 
 @pytest.mark.parametrize(
-    ("results", "page"), [(f"digits-lite-{name}", "plus") for name in ("quarter", "quarter-labels", "rare")]
+    ("results", "page"),
+    [(f"digits-lite-{name}", "plus") for name in ("quarter", "quarter-labels", "rare", "small-clients")],
 )
 def test_pages_show_final_accuracies(results, page):
     written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

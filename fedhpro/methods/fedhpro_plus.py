@@ -54,6 +54,7 @@ class FedHProPlus(FedRCL):
 
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
+    paced: bool = False  # for many classes: a sample is aligned as much as its own class is probable already
     contrasted: bool = True  # FedRCL's contrast and penalty
     agreed: bool = True  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
     lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
@@ -88,7 +89,8 @@ class FedHProPlus(FedRCL):
         logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
         terms = {"ce": F.cross_entropy(logits if wanted else logits + context["prior"], y)}
         if self.aligned:
-            terms["hpal"] = eq.align(z, y, context["anchors"]) if wanted else nothing
+            pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if self.paced else None
+            terms["hpal"] = eq.align(z, y, context["anchors"], weights=pace) if wanted else nothing
         if self.agreed:
             terms["margin"] = nothing if wanted else self.lam_margin * self.margin(net, z, y, context)
         if self.contrasted:
