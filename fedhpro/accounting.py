@@ -122,6 +122,7 @@ class NetFlops:
         self.method, self.extras = federation.method, section(federation.sent(), "extra")
         self.nearest = federation.config.nearest
         self.net = copy.deepcopy(net).to("meta")
+        self.net.precision = None  # as many operations in any, and what has no storage cannot be cast
         if net.prior is not None:  # no part of the model, so that it stays behind
             self.net.prior = net.prior.to("meta")
         self.outline = copy.deepcopy(self.net)  # what a method may look at between the passes

@@ -56,6 +56,7 @@ VARIANTS = {name: {"method": name} for name in METHODS} | {
     "before": {"gradients": "before", "retrain_classifier": True},
     "steps": {"local_steps": 5},
     "mixed": {"model": "htfe2", "width": 16},
+    "half the bits": {"precision": "bf16"},
 }
 
 
