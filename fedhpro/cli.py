@@ -28,7 +28,6 @@ from .config import (
     method_types,
     names_and_keys,
     parse,
-    without_effect,
 )
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
@@ -116,8 +115,7 @@ def run(
         _print_keys(configure(**settings))
         return
     config = configure(**settings)
-    for sentence in without_effect(config, settings):
-        _warn(sentence)
+    tell_without_effect([settings])
     _train(config, quiet, as_json, track)
 
 

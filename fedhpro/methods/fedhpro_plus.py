@@ -89,13 +89,16 @@ class FedHProPlus(FedRCL):
         logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
         terms = {"ce": F.cross_entropy(logits if wanted else logits + context["prior"], y)}
         if self.aligned:
-            pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if self.paced else None
-            terms["hpal"] = eq.align(z, y, context["anchors"], weights=pace) if wanted else nothing
+            terms["hpal"] = self.alignment(z, y, logits, context) if wanted else nothing
         if self.agreed:
             terms["margin"] = nothing if wanted else self.lam_margin * self.margin(net, z, y, context)
         if self.contrasted:
             terms |= self.contrasts(stages, y) if wanted else {"contrast": nothing, "penalty": nothing}
         return terms
+
+    def alignment(self, z: Tensor, y: Tensor, logits: Tensor, context: Tensors) -> Tensor:
+        pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if self.paced else None
+        return eq.align(z, y, context["anchors"], weights=pace)
 
     def margin(self, net: Net, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
         gap = NEARER * (2 * net.dim) ** 0.5  # two anchors are sqrt(2d) apart
