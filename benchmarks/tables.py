@@ -5,12 +5,13 @@
     python benchmarks/tables.py results/*-confirm.jsonl --against fedhpro fedhpro-M0
     python benchmarks/tables.py results/office-caltech.jsonl --rounds-to 40 50 60 --fairness
     python benchmarks/tables.py results/cifar10-lt-100.jsonl --swings 20
+    python benchmarks/tables.py results/cifar10-labels-paper.jsonl@30
     python benchmarks/tables.py results/heads.jsonl
 
 Means and sample standard deviations over seeds, in per cent, of runs that reached their last round; last5 is the mean
 of the last five evaluations. Gains over FedAvg, and differences to other runs (--against, with their standard errors,
 then those of each seed), are taken seed by seed. Several files of one group, as of a setting and its rivals, can be
-given as one: a.jsonl+b.jsonl.
+given as one: a.jsonl+b.jsonl. Of runs that were cut off: a.jsonl@30 is as if round 30 had been their last.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ Runs = dict[str, dict[int, dict[str, Any]]]  # name -> seed -> what matrix.py ke
 
 def read(path: Path) -> Runs:
     found: Runs = {}
-    for line in "".join(Path(part).read_text() for part in str(path).split("+")).splitlines():
+    files, _, cut = str(path).partition("@")
+    for line in "".join(Path(part).read_text() for part in files.split("+")).splitlines():
         run = json.loads(line)
         name, seed = run["run"].rsplit("-seed", 1)
         length = {key: run["keys"][key] for key in ("preset", "rounds", "data") if key in run["keys"]}
-        if run["rounds"] and run["rounds"][-1]["round"] == configure(**length).rounds:
+        last = int(cut) if cut else configure(**length).rounds
+        run["rounds"] = [each for each in run["rounds"] if each["round"] <= last]
+        if run["rounds"] and run["rounds"][-1]["round"] == last:
             found.setdefault(name, {})[int(seed)] = run
     return found
 
@@ -82,6 +86,8 @@ def spread(values: list[float]) -> str:
 
 def table(path: Path) -> str:
     runs, paper = read(path), PAPER.get(path.stem, {})
+    if not runs:
+        return "no run has got so far"
     first = next(iter(next(iter(runs.values())).values()))
     domains = [domain for domain in first["rounds"][-1]["accuracy"] if domain != "AVG"]
     titles = ["method", *domains, "AVG final", "AVG last5", "over FedAvg", "seeds"]

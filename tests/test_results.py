@@ -44,6 +44,7 @@ tables, matrix = tool("tables"), tool("matrix")
         ("cifar10-lt-100", "RESULTS"),
         ("cifar10-lt-50", "RESULTS"),
         ("cifar10-lt-10", "RESULTS"),
+        ("cifar10-lt-100-small", "RESULTS"),
         ("cifar10-labels", "RESULTS"),
         ("office-caltech-nearest", "RESULTS"),
         ("digits-lite", "comparison"),
@@ -65,6 +66,16 @@ def test_pages_show_final_accuracies(results, page):
     written = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     for name, seeds in tables.read(ROOT / "results" / f"{results}.jsonl").items():
         assert tables.spread([tables.final(run) for run in seeds.values()]) in written, name
+
+
+def test_of_runs_that_were_cut_off_every_evaluation_is_shown():
+    path, written = ROOT / "results/cifar10-labels-paper.jsonl", (ROOT / "docs/RESULTS.md").read_text(encoding="utf-8")
+    assert not tables.read(path)
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    assert tables.read(Path(f"{path}@30")).keys() == {run["run"].removesuffix("-seed0") for run in runs}
+    for run in runs:
+        assert " | ".join(f"{each['accuracy']['AVG']:.2f}" for each in run["rounds"][:-1]) in written, run["run"]
+        assert f"{run['rounds'][-1]['accuracy']['AVG']:.2f}" in written, run["run"]
 
 
 @pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
