@@ -1,14 +1,17 @@
 """A hundred classes: two digits of digits-lite side by side, by domain (docs/plus.md).
 
     python benchmarks/pairs.py OUT.jsonl --seeds 5 6 7 --parallel 2
+    python benchmarks/pairs.py OUT.jsonl --digits 5                     25 classes: pairs of the digits 0 to 4
 
-Twenty clients as in digits-lite, with five times as many samples: 150 to 500, one to five of a class. What is written
-is as in rare.py.
+Twenty clients as in digits-lite, with five times as many samples: 150 to 500, one to five of each of a hundred classes.
+What is written is as in rare.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -31,14 +34,15 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def pairs() -> Source:
+def pairs(digits: int = 10) -> Source:
     source, rng = data.load("digits-lite"), torch.Generator().manual_seed(0)
     sizes = {name: (clients, 5 * samples) for name, (clients, samples) in source.allocation.items()}
 
-    def paired(split: Split, count: int) -> Split:
+    def paired(whole: Split, count: int) -> Split:
+        split = Split(whole.x[whole.y < digits], whole.y[whole.y < digits])
         left, right = (torch.randint(len(split), (count,), generator=rng) for _ in range(2))
         narrow = F.avg_pool2d(split.x.float(), (1, 2)).round().to(torch.uint8)
-        return Split(torch.cat([narrow[left], narrow[right]], dim=3), 10 * split.y[left] + split.y[right])
+        return Split(torch.cat([narrow[left], narrow[right]], dim=3), digits * split.y[left] + split.y[right])
 
     domains = [
         dataclasses.replace(
@@ -50,9 +54,13 @@ def pairs() -> Source:
         )
         for domain in source.domains
     ]
-    names = tuple(f"{number:02}" for number in range(100))
+    names = tuple(f"{left}{right}" for left in range(digits) for right in range(digits))
     return dataclasses.replace(source, name="pairs", domains=tuple(domains), classes=names, allocation=sizes)
 
 
 if __name__ == "__main__":
-    main(pairs, str(__doc__), ROWS, KEYS | {"rounds": 25, "evaluate_every": 5})
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--digits", type=int, default=10)
+    own, others = parser.parse_known_args()
+    make = functools.partial(pairs, own.digits)
+    main(make, str(__doc__), ROWS, KEYS | {"rounds": 25, "evaluate_every": 5}, others)

@@ -63,13 +63,19 @@ def one(make: Callable[[], Source], name: str, keys: dict[str, Any]) -> dict[str
     return {"run": name, "keys": keys, "rounds": rounds}
 
 
-def main(make: Callable[[], Source], about: str, rows: dict[str, dict[str, Any]], keys: dict[str, Any]) -> None:
+def main(
+    make: Callable[[], Source],
+    about: str,
+    rows: dict[str, dict[str, Any]],
+    keys: dict[str, Any],
+    arguments: list[str] | None = None,
+) -> None:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rows", nargs="+", default=list(rows), choices=list(rows))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     before = options.out.read_text().splitlines() if options.out.exists() else []
     there = {json.loads(line)["run"] for line in before}
     jobs = {f"{n}-seed{seed}": keys | rows[n] | {"seed": seed} for seed in options.seeds for n in options.rows}
