@@ -99,8 +99,8 @@ def run(
 ) -> None:
     """Train one classifier over the clients of a federation.
 
-    Without any option: FedHPro on the embedded data on this machine's CPU. Everything else is KEY=VALUE, for example
-    [cyan]fedhpro run M=0 scenario=nid1 alpha=0.2[/].
+    Without any option: fedhpro-plus on the embedded data on this machine's CPU. Everything else is KEY=VALUE, for
+    example [cyan]fedhpro run method=fedhpro M=0 scenario=nid1 alpha=0.2[/].
     """
     options: dict[str, Any] = {"method": method, "data": data, "preset": preset, "rounds": rounds}
     options |= {"local_epochs": local_epochs, "lr": lr, "seed": seed, "out": out_folder}

@@ -23,6 +23,7 @@ from .errors import ConfigError
 from .methods import METHODS, Method
 from .models import GROUPS, MODELS, STEMS
 
+PRINTED = "fedhpro"  # the paper's method
 OF_PRIVACY = ("epsilon", "noise", "clip", "clip_report", "delta")
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -33,7 +34,9 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # what is run
-    method: str = Field("fedhpro", description="the method; `fedhpro methods` lists them")
+    method: str = Field(
+        "fedhpro-plus", description="the method (`fedhpro methods`); with a key that only fedhpro has, as M: fedhpro"
+    )
     rounds: int = Field(15, ge=1, description="communication rounds R")
     seed: int = Field(0, ge=0, description="every random number of the run derives from it")
     out: str = Field("auto", description="the run folder; auto: a new one under runs/")
@@ -201,7 +204,8 @@ def configure(**keys: Any) -> Config:
     if isinstance(keys.get("data"), str):
         keys["data"] = canonical(keys["data"])
         keys = DEFAULTS.get(keys["data"], {}) | keys
-    method = keys.get("method", Config.model_fields["method"].default)
+    named = "method" in keys
+    method = keys.setdefault("method", _usual_method(keys))
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{closest(str(method), METHODS)}")
     own = method_keys(method)
@@ -210,9 +214,10 @@ def configure(**keys: Any) -> Config:
     if keys.get("privacy", "off") != "off" and "agreed" in own:  # a vote would drown in noise
         keys = {"agreed": False} | keys
     known = [name for name in Config.model_fields if name != "parameters"]
+    might_be_meant = [*known, *own, *([] if named else method_keys(PRINTED)), "preset"]
     for name in keys:
         if name not in known and name not in own:
-            raise ConfigError(_unknown(name, method, [*known, *own, "preset"]))
+            raise ConfigError(_unknown(name, method, might_be_meant))
     for name, allowed in (("data", [*SOURCES, *own_data(keys)]), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
             if name == "data" and (kind := _kind_of_file(str(keys[name]))):
@@ -236,6 +241,16 @@ def configure(**keys: Any) -> Config:
         if (value := getattr(config, name)) != Config.model_fields[name].default:
             raise ConfigError(f"{name}={value:g} protects nothing by itself: give privacy=central or privacy=local too")
     return config
+
+
+def _usual_method(keys: Mapping[str, Any]) -> str:
+    """Where none is named: the default, or the paper's where a key is given that only the latter has, as M=0, or where
+    models differ or stay with the clients, which takes a classifier that is trained.
+    """
+    usual = str(Config.model_fields["method"].default)
+    of_paper = keys.keys() & method_keys(PRINTED).keys() - method_keys(usual).keys()
+    models_stay = keys.get("exchange", "auto") not in ["auto", *METHODS[usual].exchanges]
+    return PRINTED if of_paper or models_stay or keys.get("model") in list(GROUPS) else usual
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:

@@ -183,13 +183,13 @@ def _central(result: Result) -> bool:
 def _line(record: dict[str, Any]) -> str:
     parts = [f"round {record['round']:>3}"]
     parts += [f"{key} {value:.1f}" for key, value in record.get("accuracy", {}).items()]
-    parts += [f"{key} {value:.3g}" for key, value in record.get("loss", {}).items()]
+    parts += [f"{key} {value:.3g}" for key, value in record.get("loss", {}).items() if value]  # 0: not there
     parts += [f"{key} {value:.2g}" for key, value in record["server"].items() if not key.endswith("_start")]
     parts += [f"epsilon {record['privacy']['epsilon']:.2f}"] if "privacy" in record else []
     return "  ".join(parts)
 
 
 def _number(group: str, value: float | None) -> str:
-    if value is None:
+    if value is None or (group == "loss" and value == 0):
         return "-"
     return f"{value:.1f}" if group == "accuracy" else f"{value:.3g}"

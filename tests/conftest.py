@@ -18,6 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 # keys of a run that takes about a second
 TINY = {
+    "method": "fedhpro",  # of all methods the one with most to send, to keep and to aggregate
     "rounds": 2,
     "local_epochs": 1,
     "batch_size": 8,

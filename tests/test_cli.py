@@ -37,7 +37,7 @@ def finished(tmp_path_factory):
 def test_run_prints_progress_a_table_and_where_things_are(finished):
     folder, text = finished
     assert "20 clients" in text and "1,180 training samples" in text
-    assert re.search(r"round +1 .*AVG .*hpcl .*hpal .*L_GM", text)
+    assert re.search(r"round +1 .*AVG .*ce .*margin", text)
     for word in ("final round", "best round", "mean of last five", "mnist-m", str(folder)):
         assert word in text.replace("\n", "")
     names = {path.name for path in folder.iterdir()}
@@ -45,7 +45,7 @@ def test_run_prints_progress_a_table_and_where_things_are(finished):
         "config.toml", "metrics.jsonl", "timings.jsonl", "checkpoints", "model.safetensors", "model.json",
         "server.safetensors", "result.json", "costs.json", "curves.png", "MODEL_CARD.md",
     }  # fmt: skip
-    assert tomllib.loads((folder / "config.toml").read_text())["M"] == 30
+    assert tomllib.loads((folder / "config.toml").read_text())["agreed"] is True
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["round"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1]
 

@@ -83,17 +83,32 @@ def other_method(monkeypatch):
 
 def test_defaults():
     config = configure()
-    assert config == Config(parameters=method_keys("fedhpro"))
+    assert config == Config(parameters=method_keys("fedhpro-plus"))
     assert (config.method, config.data, config.scenario, config.model) == (
-        "fedhpro",
+        "fedhpro-plus",
         "digits-lite",
         "domains",
         "resnet10",
     )
     assert (config.rounds, config.local_epochs, config.batch_size, config.lr) == (15, 5, 16, 0.03)
     assert (config.width, config.dim, config.workers, config.participation) == (16, None, None, 1.0)
-    assert config.flat() == {k: v for k, v in config if k != "parameters"} | method_keys("fedhpro")
-    assert config.build_method() == METHODS["fedhpro"]()
+    assert config.flat() == {k: v for k, v in config if k != "parameters"} | method_keys("fedhpro-plus")
+    assert config.build_method() == METHODS["fedhpro-plus"]()
+
+
+def test_without_a_method_its_own_keys_ask_for_the_papers():
+    for keys in ({"M": 0}, {"hpal": "off"}, {"uplink": "probabilities", "tau": 0.1}, {"exchange": "classifier"},
+                 {"model": "htfe2", "exchange": "auto"}):  # fmt: skip
+        assert configure(**keys) == configure(**keys, method="fedhpro")
+    for keys in ({"tau": 0.1}, {"exchange": "model"}, {"agreed": False}, {"model": "cnn"}, {"data": "docs-lite"}):
+        assert configure(**keys) == configure(**keys, method="fedhpro-plus")
+    assert configure(M=0, preset="paper").method == "fedhpro"
+    with pytest.raises(ConfigError, match=r"'M' is a key of method fedhpro or .*, and this run's method is fedavg"):
+        configure(M=0, method="fedavg")
+    with pytest.raises(ConfigError, match=r"'M' is a key of .*, and this run's method is fedhpro-plus"):
+        configure(M=0, preset="plus")
+    with pytest.raises(ConfigError, match="'agreed' is a key of method fedhpro-plus, and this run's method is fedhpro"):
+        configure(M=0, agreed=False)
 
 
 def test_strings_of_the_command_line_become_values():
@@ -287,7 +302,7 @@ def test_toml_round_trip_of_any_path(out):
 
 
 def test_toml_has_every_key_on_a_line_of_its_own():
-    config = configure(out='C:\\runs\\"best"')
+    config = configure(method="fedhpro", out='C:\\runs\\"best"')
     lines = config.to_toml().splitlines()
     assert [line.partition(" = ")[0] for line in lines] == list(config.flat())
     assert 'out = "C:\\\\runs\\\\\\"best\\""' in lines

@@ -182,7 +182,7 @@ def test_every_method_and_both_places(tiny_source, method, where):
 
 def test_a_vote_is_refused(tiny_source):
     with pytest.raises(ConfigError, match=r"reports vote, a single number, .* agreed=false$"):
-        Federation(configure(**PRIVATE, method="fedhpro-plus", agreed=True), tiny_source)
+        Federation(configure(**PRIVATE | {"method": "fedhpro-plus", "agreed": True}), tiny_source)
 
 
 def test_without_noise_to_speak_of_or_clipping_it_is_the_mean(tiny_source):

@@ -138,9 +138,7 @@ def test_reasons_of_refused_uploads_are_text(runs, tmp_path):
 
 
 def test_seeds_go_together_and_settings_are_told_apart(runs, tmp_path, hostile_source):
-    other = fedhpro.run(
-        source=hostile_source, **TINY, method="fedhpro", evaluation="both", M=0, out=str(tmp_path / "m0")
-    )
+    other = fedhpro.run(source=hostile_source, **TINY, evaluation="both", M=0, out=str(tmp_path / "m0"))
     groups = grouped(read_runs([*runs, other.folder])[0])
     assert [len(group.runs) for group in groups] == [2, 1, 1, 1]
     labels = [group.label for group in groups]
@@ -289,7 +287,7 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
 def test_features_in_the_plane(tmp_path):
     """On embedded data, which a report can load again; data handed over in Python it cannot, and says so."""
     keys = TINY | {"rounds": 1, "local_steps": 1, "evaluate_every": 9}
-    result = fedhpro.run(**keys, method="fedhpro", out=str(tmp_path / "run"))
+    result = fedhpro.run(**keys, out=str(tmp_path / "run"))
     write_report([result.folder], tmp_path / "page.html")
     seen = Outline((tmp_path / "page.html").read_text())
     assert ("section", {"id": "features"}) in seen.elements
@@ -312,7 +310,7 @@ def test_letters_that_no_font_has_are_said_once_and_other_fonts_are_asked(caplog
 
 
 def test_results_in_a_notebook(runs, hostile_source, tmp_path, monkeypatch):
-    result = fedhpro.run(source=hostile_source, **TINY, method="fedavg", out=str(tmp_path / "run"))
+    result = fedhpro.run(source=hostile_source, **TINY | {"method": "fedavg"}, out=str(tmp_path / "run"))
     assert result.plot()._repr_png_().startswith(b"\x89PNG")
     assert result.tsne(samples=20, source=hostile_source)._repr_png_().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -322,7 +320,7 @@ def test_results_in_a_notebook(runs, hostile_source, tmp_path, monkeypatch):
 
 def test_a_table_is_a_data_frame_where_pandas_is(runs, hostile_source, tmp_path):
     pandas = pytest.importorskip("pandas")
-    result = fedhpro.run(source=hostile_source, **TINY, method="fedavg", out=str(tmp_path / "run"))
+    result = fedhpro.run(source=hostile_source, **TINY | {"method": "fedavg"}, out=str(tmp_path / "run"))
     table = result.table()
     assert isinstance(table, pandas.DataFrame) and list(table.index) == [1, 2]
     assert table["AVG"].iloc[-1] == result.accuracy["AVG"]

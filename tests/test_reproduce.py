@@ -429,7 +429,7 @@ def test_a_sweep_is_a_matrix_too(capsys):
     keys = ["rounds=1", "local_steps=1", "batch_size=8", "stem=7x7", "clients_per_domain=1", "samples_per_client=16"]
     code, text, _ = call(capsys, "sweep", "tau=0.05,0.1", "M=0,2", *keys, "--dry-run")
     assert code == 0 and "4 runs, 0 done" in text and "fedhpro tau=0.1 M=2" in text
-    code, text, _ = call(capsys, "sweep", "tau=0.05,0.1", *keys, "--dry-run")
+    code, text, _ = call(capsys, "sweep", "method=fedhpro", "tau=0.05,0.1", *keys, "--dry-run")
     assert "4 runs" in text and "fedhpro tau=0.1 M=0" in text  # the controls
     code, text, _ = call(capsys, "sweep", "method=fedavg,fedprox", *keys, "--out", "s")
     assert code == 0 and text.count(": finished") == 2 and "split=validation" in Path("s/sweep.md").read_text()
@@ -449,7 +449,7 @@ def test_a_sweep_refuses_values_that_make_no_difference(capsys):
     code, _, error = call(capsys, "sweep", "alpha=0.1,0.5", "--dry-run")
     assert code == 2 and "alpha has no effect with scenario=domains" in error
     code, _, error = call(capsys, "sweep", "lr=0.03,0.030", "--dry-run")
-    assert code == 2 and "fedhpro lr=0.03 and fedhpro lr=0.030" in error
+    assert code == 2 and "fedhpro-plus lr=0.03 and fedhpro-plus lr=0.030" in error
     code, _, error = call(capsys, "sweep", "scenario=iid,nid1", "alpha=0.1,0.5", "--dry-run")
     assert code == 0 and "alpha has no effect with scenario=iid" in error
 

@@ -213,7 +213,7 @@ def test_means_go_by_counts_of_their_own():
 
 def test_points_of_a_refitted_classifier_are_those_of_their_holders(tiny_source):
     """A client reports `point_counts` beside them, and no others where nothing is matched."""
-    federation = Federation(configure(**TINY, method="fedhpro", refit="means", M=0, uplink="off"), tiny_source)
+    federation = Federation(configure(**TINY, refit="means", M=0, uplink="off"), tiny_source)
     assert {
         "report/points",
         "report/point_counts",

@@ -27,7 +27,7 @@ def by_hand(federation, split):
 
 
 def test_it_is_the_cross_entropy_of_each_domain(tiny_source):
-    with Federation(fedhpro.configure(**KEYS, method="fedhpro"), tiny_source) as federation:
+    with Federation(fedhpro.configure(**KEYS), tiny_source) as federation:
         found = federation.next_round()["test_loss"]
         expected = {domain.name: by_hand(federation, domain.test) for domain in tiny_source.domains}
     assert list(found) == ["dark", "light", "AVG"]
@@ -37,7 +37,7 @@ def test_it_is_the_cross_entropy_of_each_domain(tiny_source):
 
 @pytest.mark.parametrize("method, exchange", [("fedproto", "prototypes"), ("fedhpro", "classifier")])
 def test_where_models_stay_at_home_it_is_that_of_their_classifiers(tiny_source, method, exchange):
-    with Federation(fedhpro.configure(**KEYS, method=method, exchange=exchange), tiny_source) as federation:
+    with Federation(fedhpro.configure(**KEYS | {"method": method, "exchange": exchange}), tiny_source) as federation:
         found = federation.next_round()["test_loss"]
         tests = federation.tests()
         losses = [float(r[LOSS]) for r in federation.engine.evaluate(tests, federation.sent(), federation.memories)]
@@ -55,7 +55,9 @@ def test_worker_processes_give_the_same_bits(tiny_source):
 
 
 def test_held_out_samples_alone_have_a_mean(tiny_source):
-    with Federation(fedhpro.configure(**KEYS, method="fedavg", evaluation="federated"), tiny_source) as federation:
+    with Federation(
+        fedhpro.configure(**KEYS | {"method": "fedavg", "evaluation": "federated"}), tiny_source
+    ) as federation:
         assert list(federation.next_round()["test_loss"]) == ["AVG"]
 
 

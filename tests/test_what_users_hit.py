@@ -143,7 +143,7 @@ def test_a_run_that_stalled_at_its_end_is_no_result_when_the_command_is_given_ag
 
 
 def test_resume_of_a_finished_run_says_so_and_keeps_its_costs(capsys, tmp_path):
-    code, _, error = call(capsys, "run", "rounds=1", *SMALL, f"out={tmp_path}", "-q")
+    code, _, error = call(capsys, "run", "method=fedhpro", "rounds=1", *SMALL, f"out={tmp_path}", "-q")
     first = json.loads((tmp_path / "result.json").read_text())
     assert code == 0, error
     code, _, error = call(capsys, "resume", tmp_path, "-q")

@@ -61,7 +61,10 @@ class FedHProPlus(FedRCL):
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         if net.num_classes > net.dim:
-            raise ConfigError(f"fedhpro-plus: {net.num_classes} classes have no {net.dim} features to share out")
+            raise ConfigError(
+                f"fedhpro-plus: {net.num_classes} classes have no {net.dim} features to share out: "
+                f"give a wider network (width, or dim={2 * net.num_classes}), or another method"
+            )
         return {"votes": torch.zeros(2)} if self.agreed else {}  # samples of those for it, and of all who voted
 
     def broadcast(self, state: Tensors) -> Tensors:

@@ -69,6 +69,8 @@ def _line(
     style: str = "-",
 ) -> None:
     points = [(record["round"], record[group][key]) for record in history if key in record.get(group, {})]
+    if group == "loss":  # a term of 0 was not there in that round
+        points = [(number, value) for number, value in points if value] or points
     rounds, values = zip(*points, strict=True)
     axes.plot(rounds, values, style, color=colour, linewidth=width, label=label or key, marker="o", markersize=2.5)
 

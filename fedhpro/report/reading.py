@@ -171,9 +171,12 @@ class Run:
         )
 
     def values(self, group: str, key: str) -> dict[int, float]:
-        """Of each round that has it: accuracy, test_loss, loss or server, by the name of the domain or the term."""
+        """Of each round that has it: accuracy, test_loss, loss or server, by the name of the domain or the term.
+
+        A loss term of 0 was not there in that round: a vote was against it, or what it aligns with did not exist yet.
+        """
         found = ((record.round, (getattr(record, group) or {}).get(key)) for record in self.history)
-        return {number: value for number, value in found if value is not None}
+        return {number: value for number, value in found if value is not None and (value or group != "loss")}
 
     @property
     def config(self) -> dict[str, Any]:

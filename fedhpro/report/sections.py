@@ -328,7 +328,7 @@ def _charts(groups: Sequence[Group], kind: str, title: str, unit: str) -> list[M
         return []
     if len(groups) == 1:
         lines = [series(groups[0], kind, name, name, i, None, name == AVG) for i, name in enumerate(names)]
-        return [line_chart(title, lines, unit=unit, log=log)]
+        return [line_chart(title, [line for line in lines if line.points], unit=unit, log=log)]
     charts = []
     for name in names:
         lines = [series(g, kind, name, g.label, g.number, g.number) for g in groups]
