@@ -60,11 +60,8 @@ class FedHProPlus(FedRCL):
     lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
-        if net.num_classes > net.dim:
-            raise ConfigError(
-                f"fedhpro-plus: {net.num_classes} classes have no {net.dim} features to share out: "
-                f"give a wider network (width, or dim={2 * net.num_classes}), or another method"
-            )
+        if (C := net.num_classes) > net.dim:
+            raise ConfigError(f"fedhpro-plus: {C} classes have no {net.dim} features to share out: try dim={2 * C}")
         return {"votes": torch.zeros(2)} if self.agreed else {}  # samples of those for it, and of all who voted
 
     def broadcast(self, state: Tensors) -> Tensors:
