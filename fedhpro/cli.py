@@ -65,7 +65,8 @@ Track = Annotated[
 def run(
     keys: Keys = None,
     method: Annotated[
-        str | None, typer.Option(help="fedhpro, fedavg, ... (see: fedhpro methods)", rich_help_panel="What")
+        str | None,
+        typer.Option(help="As `fedhpro methods` lists them. \\[default: fedhpro-plus]", rich_help_panel="What"),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="The data source. \\[default: digits-lite]", rich_help_panel="What")
@@ -99,8 +100,8 @@ def run(
 ) -> None:
     """Train one classifier over the clients of a federation.
 
-    Without any option: fedhpro-plus on the embedded data on this machine's CPU. Everything else is KEY=VALUE, for
-    example [cyan]fedhpro run method=fedhpro M=0 scenario=nid1 alpha=0.2[/].
+    Without any option: fedhpro-plus on the embedded data on this machine's CPU. Everything else is KEY=VALUE:
+    [cyan]fedhpro run method=fedhpro M=0 scenario=nid1 alpha=0.2[/].
     """
     options: dict[str, Any] = {"method": method, "data": data, "preset": preset, "rounds": rounds}
     options |= {"local_epochs": local_epochs, "lr": lr, "seed": seed, "out": out_folder}
@@ -362,8 +363,9 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
         table = Table(box=None)
         table.add_column("method", style="bold")
         table.add_column("what it is")
+        usual = configure().method
         for key, method in METHODS.items():
-            table.add_row(key, _about(method))
+            table.add_row(key, _about(method) + " The default." * (key == usual))
         out.print(table)
         return
     from .facts import rehearse
