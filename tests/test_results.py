@@ -68,6 +68,38 @@ def test_pages_show_final_accuracies(results, page):
         assert tables.spread([tables.final(run) for run in seeds.values()]) in written, name
 
 
+OF_THE_DEFAULT = {  # group -> plus as it is by default, and the rivals that it was run beside with the same seeds
+    "office-caltech-confirm": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0", "fedavg"),
+    "digits-confirm": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0"),
+    "cifar10-labels-paper.jsonl@30": ("fedhpro-plus", "fedhpro", "fedhpro-M0", "fedavg"),
+    "cifar10-labels": ("fedhpro-plus", "fedhpro", "fedhpro-M0", "fedavg"),
+    "cifar10-lt-100-small": ("fedhpro-plus", "fedhpro", "fedhpro-M0", "fedavg"),
+    "ham10000": ("fedhpro-plus", "fedhpro", "fedavg"),
+    "ag-news": ("fedhpro-plus", "fedhpro", "fedhpro-M0", "fedavg"),
+    "digits-lite-labels-0.2-confirm": ("fedhpro-plus-vote", "fedhpro-again", "fedhpro-M0-again"),
+    "digits-lite-labels-0.5-confirm": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0", "fedavg"),
+    "digits-lite-quarter": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0", "fedavg"),
+    "digits-lite-quarter-labels": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0", "fedavg"),
+    "digits-lite-rare": ("plus", "fedhpro", "fedavg"),
+    "digits-lite-small-clients": ("fedhpro-plus", "fedhpro", "fedavg"),
+    "digits-lite-pairs": ("plus", "fedhpro", "fedavg"),
+}
+
+
+@pytest.mark.parametrize("group", OF_THE_DEFAULT)
+def test_the_default_loses_to_the_papers_method_and_its_control_nowhere(group):
+    name, *rivals = OF_THE_DEFAULT[group]
+    runs = tables.read(ROOT / "results" / (group if "@" in group else f"{group}.jsonl"))
+    for rival in rivals:
+        seeds = runs[name].keys() & runs[rival].keys()
+        gaps = [tables.final(runs[name][seed]) - tables.final(runs[rival][seed]) for seed in seeds]
+        mean, error = statistics.fmean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+        digits = 1 if group == "digits-lite-pairs" else 2
+        shown = f"{mean:+.{digits}f}" + (f" ± {error:.{digits}f}" if error else "")
+        assert shown in (ROOT / "docs/plus.md").read_text(encoding="utf-8"), rival
+        assert rival.startswith("fedavg") or mean > -2 * error, rival
+
+
 def test_of_runs_that_were_cut_off_every_evaluation_is_shown():
     path, written = ROOT / "results/cifar10-labels-paper.jsonl", (ROOT / "docs/RESULTS.md").read_text(encoding="utf-8")
     assert not tables.read(path)
