@@ -24,7 +24,7 @@ from fedhpro.data.sources import Source, Split
 SIZES = {"validation": 800, "test": 2000}
 ROWS: dict[str, dict[str, Any]] = {
     "fedavg": {"method": "fedavg"},
-    "plus": {"method": "fedhpro-plus"},
+    "plus": {"method": "fedhpro-plus", "paced": False},
     "plus-paced": {"method": "fedhpro-plus", "paced": True},
     "plus-unaligned": {"method": "fedhpro-plus", "aligned": False},
     "fedhpro": {"method": "fedhpro"},

@@ -75,6 +75,17 @@ def test_loss_by_hand():
     assert set(terms) == {"ce", "hpal", "contrast", "penalty"}
 
 
+def test_it_is_paced_from_25_classes_on():
+    for classes, paced in ((24, False), (25, True)):
+        net = SimpleNamespace(num_classes=classes)
+        z, y, logits = torch.rand(4, classes), torch.arange(4), torch.randn(4, classes)
+        usual, given = (
+            method.alignment(net, z, y, logits, {"anchors": frame(classes, classes)})
+            for method in (FedHProPlus(), FedHProPlus(paced=paced))
+        )
+        assert torch.equal(usual, given)
+
+
 def test_paced_alignment_by_hand():
     """A sample counts as much as its class is probable, and is not paid for making it less so."""
     terms, z, y, context = terms_of(FedHProPlus(agreed=False, paced=True), {})

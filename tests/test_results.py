@@ -82,7 +82,7 @@ OF_THE_DEFAULT = {  # group -> plus as it is by default, and the rivals that it 
     "digits-lite-quarter-labels": ("fedhpro-plus-vote", "fedhpro", "fedhpro-M0", "fedavg"),
     "digits-lite-rare": ("plus", "fedhpro", "fedavg"),
     "digits-lite-small-clients": ("fedhpro-plus", "fedhpro", "fedavg"),
-    "digits-lite-pairs": ("plus", "fedhpro", "fedavg"),
+    "digits-lite-pairs": ("plus-paced", "fedhpro", "fedavg"),
 }
 
 

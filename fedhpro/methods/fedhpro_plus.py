@@ -1,9 +1,8 @@
 """FedHPro plus: what our measurements left of FedHPro, and FedRCL's contrast beside it. In no paper: docs/plus.md.
 
 Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
-the classifier as well, which nobody trains, and batches are contrasted at five depths. Where clients lack classes
-alignment does harm, so they vote on it, and may have FedSA's margin instead, which ends where it has been reached.
-Everybody can compute the anchors: besides the model nothing travels but the vote.
+the classifier as well, and batches are contrasted at five depths. Where clients lack classes alignment does harm, so
+they vote on it, and may have FedSA's margin instead, which ends. Besides the model nothing travels but the vote.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class FedHProPlus(FedRCL):
 
     classifier: Literal["anchors", "trained"] = "anchors"  # the unit vectors of the anchors, or as in all other methods
     aligned: bool = True  # HPAL (the FedHPro paper's Eq 13) with the anchors
-    paced: bool = False  # for many classes: a sample is aligned as much as its own class is probable already
+    paced: bool | None = None  # align a sample as much as its class is probable already; none: from 25 classes on
     contrasted: bool = True  # FedRCL's contrast and penalty
     agreed: bool = True  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
     lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
@@ -89,15 +88,16 @@ class FedHProPlus(FedRCL):
         logits = net.balanced(F.linear(z, context["directions"])) if fixed else net.classify(z)
         terms = {"ce": F.cross_entropy(logits if wanted else logits + context["prior"], y)}
         if self.aligned:
-            terms["hpal"] = self.alignment(z, y, logits, context) if wanted else nothing
+            terms["hpal"] = self.alignment(net, z, y, logits, context) if wanted else nothing
         if self.agreed:
             terms["margin"] = nothing if wanted else self.lam_margin * self.margin(net, z, y, context)
         if self.contrasted:
             terms |= self.contrasts(stages, y) if wanted else {"contrast": nothing, "penalty": nothing}
         return terms
 
-    def alignment(self, z: Tensor, y: Tensor, logits: Tensor, context: Tensors) -> Tensor:
-        pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if self.paced else None
+    def alignment(self, net: Net, z: Tensor, y: Tensor, logits: Tensor, context: Tensors) -> Tensor:
+        paced = net.num_classes >= 25 if self.paced is None else self.paced
+        pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if paced else None
         return eq.align(z, y, context["anchors"], weights=pace)
 
     def margin(self, net: Net, z: Tensor, y: Tensor, context: Tensors) -> Tensor:
