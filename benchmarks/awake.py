@@ -31,7 +31,9 @@ class Awake(FedHProVariants):
     match_by: Literal["cosine", "distance"] = "cosine"  # direction, or magnitude too
     taken_at: Literal["trained", "sent"] = "trained"  # the clients' models, or the sent one: one h* on both sides
     adam: bool = False  # a step of the same size in every coordinate, also outside the row space of W
-    by_client: bool = False  # vector i answers to clients i, i + I, ... in place of their mean
+    by: Literal["all", "fifths", "size"] = "all"  # whom vector i answers to: all clients, clients i, i + I, ..., or those
+    # of the i-th size, which in digits-lite are those of a domain
+    spread: float = 0.0  # weight in matching of the mean cosine between two vectors of a class
     keep: float = 0.0  # momentum of the target from round to round
     until: Count = 0  # the last round that matches; 0: all do
     non_negative: bool = False  # S as features behind a ReLU are
@@ -78,7 +80,9 @@ class Awake(FedHProVariants):
         names = {"features": ["gradients"], "both": ["gradients", "weight_gradients"]}
         found = [reports[name].flatten(2) for name in names.get(self.match_on, ["weight_gradients"])]
         held = reports["counts"] > 0
-        targets = [grouped(each, held, self.I if self.by_client else 1) for each in found]
+        groups = {"all": torch.zeros(len(held)), "fifths": torch.arange(len(held)) % self.I}
+        groups["size"] = reports["samples"].unique(return_inverse=True)[1]
+        targets = [grouped(each, held, groups[self.by], 1 if self.by == "all" else self.I) for each in found]
         if self.keep:
             before = [state.get(f"target{i}", target) for i, target in enumerate(targets)]
             targets = [self.keep * old + (1 - self.keep) * target for old, target in zip(before, targets, strict=True)]
@@ -113,12 +117,13 @@ class Awake(FedHProVariants):
         kinds = {"features": [of_features], "weights": [of_weights], "both": [of_features, of_weights]}[self.match_on]
         total = torch.zeros(len(S), device=S.device)
         for ours, target in zip(kinds, targets, strict=True):
-            ours = ours if self.by_client else ours.mean(1, keepdim=True)
+            ours = ours.mean(1, keepdim=True) if self.by == "all" else ours
             if self.match_by == "cosine":
                 total = total + (1 - F.cosine_similarity(ours, target, dim=2, eps=1e-20)).mean(1)
             else:
                 total = total + ((ours - target).square().sum(2) / target.square().sum(2).clamp_min(1e-20)).mean(1)
-        return total
+        units = F.normalize(S, dim=2)
+        return total + self.spread * (units @ units.mT).mean((1, 2))
 
     def margin_of(self, means: Tensor, counts: Tensor) -> Tensor:
         return super().margin_of(F.normalize(means, dim=1) if self.unit_margin else means, counts)
@@ -127,9 +132,9 @@ class Awake(FedHProVariants):
         return super().align(z, y, context) / (z.shape[1] if self.hpal_mean else 1)
 
 
-def grouped(values: Tensor, held: Tensor, groups: int) -> Tensor:
-    """Means over the clients i, i + groups, ... that hold the class -> [C, groups, n]; over all where none does."""
+def grouped(values: Tensor, held: Tensor, of: Tensor, groups: int) -> Tensor:
+    """Means over the clients of each group that hold the class -> [C, groups, n]; over all where none does."""
     overall = eq.mean_gradients(values, held.long())[0]
-    parts = [eq.mean_gradients(values[i::groups], held[i::groups].long()) for i in range(min(groups, len(values)))]
+    parts = [eq.mean_gradients(values[of == i], held[of == i].long()) for i in range(groups) if (of == i).any()]
     parts += [(overall, held.any(0))] * (groups - len(parts))
     return torch.stack([torch.where(there[:, None], mean, overall) for mean, there in parts], 1)

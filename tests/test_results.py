@@ -167,7 +167,8 @@ import awake, fedhpro
 tiny, out = json.loads(sys.argv[1]), sys.argv[2]
 kinds = [
     {},
-    {"match_on": "both", "adam": True, "by_client": True},
+    {"match_on": "both", "adam": True, "by": "fifths", "spread": 1.0},
+    {"match_on": "weights", "by": "size"},
     {"match_on": "weights", "keep": 0.5, "taken_at": "sent"},
     {"I": 1, "match_on": "frame", "until": 1},
     {"match_by": "distance", "non_negative": True, "adam": True},
