@@ -31,8 +31,8 @@ class Awake(FedHProVariants):
     match_by: Literal["cosine", "distance"] = "cosine"  # direction, or magnitude too
     taken_at: Literal["trained", "sent"] = "trained"  # the clients' models, or the sent one: one h* on both sides
     adam: bool = False  # a step of the same size in every coordinate, also outside the row space of W
-    by: Literal["all", "fifths", "size"] = "all"  # whom vector i answers to: all clients, clients i, i + I, ..., or those
-    # of the i-th size, which in digits-lite are those of a domain
+    by: Literal["all", "fifths", "size"] = "all"  # whom vector i answers to: all clients; clients i, i + I, ...; or
+    # those of the i-th size, which in digits-lite are those of a domain
     spread: float = 0.0  # weight in matching of the mean cosine between two vectors of a class
     keep: float = 0.0  # momentum of the target from round to round
     until: Count = 0  # the last round that matches; 0: all do
