@@ -239,5 +239,5 @@ def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers
     assert done.returncode == 0, done.stderr
     printed, same, *others = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert same == pytest.approx(printed, rel=1e-4)
-    assert len(others) == 4 and others.pop(2) == {}  # a frame is not a descent
+    assert len(others) == 5 and others.pop(3) == {}  # a frame is not a descent
     assert all(each["L_GM"] < each["L_GM_start"] for each in others)
