@@ -33,7 +33,7 @@ class Awake(FedHProVariants):
     adam: bool = False  # a step of the same size in every coordinate, also outside the row space of W
     by: Literal["all", "fifths", "size"] = "all"  # whom vector i answers to: all clients; clients i, i + I, ...; or
     # those of the i-th size, which in digits-lite are those of a domain
-    spread: float = 0.0  # weight in matching of the mean cosine between two vectors of a class
+    spread: float = 0.0  # weight in matching of the mean squared cosine between two vectors of a class
     keep: float = 0.0  # momentum of the target from round to round
     until: Count = 0  # the last round that matches; 0: all do
     non_negative: bool = False  # S as features behind a ReLU are
@@ -123,7 +123,7 @@ class Awake(FedHProVariants):
             else:
                 total = total + ((ours - target).square().sum(2) / target.square().sum(2).clamp_min(1e-20)).mean(1)
         units = F.normalize(S, dim=2)
-        return total + self.spread * (units @ units.mT).mean((1, 2))
+        return total + self.spread * (units @ units.mT).square().mean((1, 2))
 
     def margin_of(self, means: Tensor, counts: Tensor) -> Tensor:
         return super().margin_of(F.normalize(means, dim=1) if self.unit_margin else means, counts)
