@@ -274,13 +274,13 @@ def costs(
     On Digits with the paper's settings where that data is at hand, else on digits-lite with the main job's.
     """
     from . import costs as table_4
-    from .comparison import ALL
+    from .comparison import ALL, entries
 
     names, keys = names_and_keys(arguments or [])
     if "method" in keys:
         raise ConfigError("method is not a key here: name the methods, as in `fedhpro costs fedavg fedhpro`")
-    names, keys = names or list(ALL), table_4.usual_keys(keys) | keys
-    config = configure(**(keys | {"method": "fedavg"}))
+    names, keys = names or [*ALL, configure().method], table_4.usual_keys(keys) | keys
+    config = configure(**(keys | entries(names, keys, control=False)[0].keys))
     bring(config.data)
     rows = table_4.costs(keys, names, measure)
     if as_json:

@@ -212,7 +212,7 @@ def table(comparison: Comparison) -> Any:
     titles, lines = comparison.cells()
     seeds = ", ".join(map(str, comparison.seeds))
     found = Table(title=f"accuracy in %, final round unless named; mean ± std over seeds {seeds}")
-    found.add_column("method", style="bold", overflow="fold")  # a name is broken rather than cut short
+    found.add_column("method", style="bold", overflow="fold", min_width=12)  # broken rather than cut short
     for title in titles[1:]:
         found.add_column(escape(title), justify="right", style="green" if title == TITLES[AVG] else "")
     for line in lines:

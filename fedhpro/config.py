@@ -204,8 +204,11 @@ def configure(**keys: Any) -> Config:
     if isinstance(keys.get("data"), str):
         keys["data"] = canonical(keys["data"])
         keys = DEFAULTS.get(keys["data"], {}) | keys
-    named = "method" in keys
-    method = keys.setdefault("method", _usual_method(keys))
+    unnamed = keys.get("method") is None
+    reason = _asks_for_the_papers(keys) if unnamed else None
+    if unnamed:
+        keys["method"] = PRINTED if reason else Config.model_fields["method"].default
+    method = keys["method"]
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{closest(str(method), METHODS)}")
     own = method_keys(method)
@@ -214,10 +217,11 @@ def configure(**keys: Any) -> Config:
     if keys.get("privacy", "off") != "off" and "agreed" in own:  # a vote would drown in noise
         keys = {"agreed": False} | keys
     known = [name for name in Config.model_fields if name != "parameters"]
-    might_be_meant = [*known, *own, *([] if named else method_keys(PRINTED)), "preset"]
+    might_be_meant = [*known, *own, *(method_keys(PRINTED) if unnamed else []), "preset"]
     for name in keys:
         if name not in known and name not in own:
-            raise ConfigError(_unknown(name, method, might_be_meant))
+            because = f", since {reason}" if reason else ""
+            raise ConfigError(_unknown(name, method + because, might_be_meant))
     for name, allowed in (("data", [*SOURCES, *own_data(keys)]), ("model", [*MODELS, *GROUPS]), ("stem", STEMS)):
         if name in keys and keys[name] not in list(allowed):
             if name == "data" and (kind := _kind_of_file(str(keys[name]))):
@@ -233,7 +237,7 @@ def configure(**keys: Any) -> Config:
             **{name: value for name, value in keys.items() if name not in own}, parameters=dataclasses.asdict(checked)
         )
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(_sentence(error) + (f" (method fedhpro, since {reason})" if reason else "")) from None
     for name, value in config.flat().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value}: input should be a finite number")
@@ -243,14 +247,25 @@ def configure(**keys: Any) -> Config:
     return config
 
 
-def _usual_method(keys: Mapping[str, Any]) -> str:
-    """Where none is named: the default, or the paper's where a key is given that only the latter has, as M=0, or where
-    models differ or stay with the clients, which takes a classifier that is trained.
+def _asks_for_the_papers(keys: Mapping[str, Any]) -> str | None:
+    """Where no method is named: why it is the paper's and not the default. It has a key that the default has not, as
+    M=0; and where models differ or stay with the clients it takes a classifier that is trained.
     """
     usual = str(Config.model_fields["method"].default)
-    of_paper = keys.keys() & method_keys(PRINTED).keys() - method_keys(usual).keys()
-    models_stay = keys.get("exchange", "auto") not in ["auto", *METHODS[usual].exchanges]
-    return PRINTED if of_paper or models_stay or keys.get("model") in list(GROUPS) else usual
+    others = {"exchange": ["auto", *METHODS[usual].exchanges], "model": [m for m in MODELS if m not in GROUPS]}
+    for name, value in keys.items():
+        if name in method_keys(PRINTED) and name not in method_keys(usual):
+            return f"{name} is a key of it"
+        if name in others and value not in others[name]:
+            return f"{name}={value} does not go with {usual}"
+    return None
+
+
+def chosen_unnamed(keys: Mapping[str, Any]) -> str | None:
+    """In a sentence, where keys that name no method choose another one than the default."""
+    if {"method", "preset"} & keys.keys() or (reason := _asks_for_the_papers(keys)) is None:
+        return None
+    return f"no method is named: {PRINTED}, since {reason}"
 
 
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
@@ -375,15 +390,21 @@ def _unknown(name: str, method: str, known: list[str]) -> str:
     others = [other for other in METHODS if name in method_keys(other)]
     if others:
         return f"{name!r} is a key of method {' or '.join(others)}, and this run's method is {method}"
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f": did you mean {found[0]!r}? " if found else "; "
+    found = _nearest(name, known)
+    hint = f": did you mean {found!r}? " if found else "; "
     return f"there is no key {name!r}{hint}`fedhpro run --keys` lists all"
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
-    allowed = list(allowed)
-    found = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    return f": did you mean {found[0]!r}?" if found else f": choose one of {', '.join(allowed)}"
+    found = _nearest(name, allowed := list(allowed))
+    return f": did you mean {found!r}?" if found else f": choose one of {', '.join(allowed)}"
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """Upper and lower case count the same: FedHPro, m."""
+    lower = {each.lower(): each for each in allowed}
+    found = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    return lower[found[0]] if found else None
 
 
 def _sentence(error: ValidationError) -> str:

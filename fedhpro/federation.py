@@ -34,6 +34,7 @@ from .evaluation import (
 )
 from .folding import Fold, WeightedMean
 from .memories import ClientMemories, check_budget, generations_of, most_files
+from .methods import METHODS
 from .methods.base import Method, Tensors
 from .privacy import Privacy, PrivateSum
 from .randomness import generator, numpy_generator, seed_for
@@ -484,7 +485,11 @@ def choose_exchange(config: Config, method: Method) -> str:
     if config.exchange == "auto":
         return allowed[0]
     if config.exchange not in allowed:
-        raise ConfigError(f"exchange={config.exchange}: {config.method} exchanges {' or '.join(allowed)}")
+        others = [name for name, other in METHODS.items() if config.exchange in other.exchanges]
+        raise ConfigError(
+            f"exchange={config.exchange}: {config.method} exchanges {' or '.join(allowed)}; {config.exchange} is "
+            f"exchanged by {', '.join(others)}"
+        )
     return config.exchange
 
 

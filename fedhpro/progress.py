@@ -159,6 +159,11 @@ def _warnings(record: dict[str, Any]) -> list[str]:
         found.append(f"refused client {refused[0]['client']}: {refused[0]['reason']}{_and_more(refused)}{kept}")
     elif not record["aggregated"]:
         found.append(f"the model stays as it was: {record['not_aggregated']}")
+    elif (losses := record.get("loss")) and not any(losses.values()):
+        found.append(
+            "nothing was learned, every loss is 0: where each client holds a single class, balanced cross-entropy "
+            "(with fedhpro-plus, or balanced=true) has nothing to tell apart; method=fedavg balanced=false has"
+        )
     if restarted := record.get("restarted"):
         what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in restarted[0].items())
         found.append(f"a worker process ended and was replaced ({what}){_and_more(restarted)}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .config import Config, configure, names_and_keys, parse, without_effect
+from .config import Config, chosen_unnamed, configure, names_and_keys, parse, without_effect
 from .errors import ConfigError, DataError
 
 out, err = Console(), Console(stderr=True)
@@ -79,7 +79,7 @@ def sweep(
     parallel: Parallel = None,
     out_folder: Annotated[Path, typer.Option("--out", help="Of the runs and tables.")] = Path("runs/sweep"),
 ) -> None:
-    """The same federation with every combination of some values, as in [cyan]fedhpro sweep tau=0.03,0.05,0.1[/]."""
+    """The same federation with every combination of some values, as in [cyan]fedhpro sweep lr=0.01,0.03,0.1[/]."""
     from .comparison import check, entries
     from .data import load
     from .reproduce import Experiment, Row, Setting
@@ -89,7 +89,7 @@ def sweep(
     varied = {name: several for name, several in values.items() if len(several) > 1}
     common = {name: value for name, value in keys.items() if name not in varied}
     if not varied:
-        raise ConfigError("nothing is varied: give a key several values, as in tau=0.03,0.05,0.1")
+        raise ConfigError("nothing is varied: give a key several values, as in lr=0.01,0.03,0.1")
     for name in {"seed", "out", "workers"} & keys.keys():
         raise ConfigError(f"{name} is not a key here: --seeds, --out and --parallel say it")
     combinations = [dict(zip(varied, chosen, strict=True)) for chosen in itertools.product(*varied.values())]
@@ -99,6 +99,9 @@ def sweep(
         for own, config in zip(combinations, configs, strict=True)
     ]
     _check_that_rows_differ(varied, labels, configs)
+    if len({config.method for config in configs}) > 1 and not {"method", "preset"} & varied.keys():
+        sentences = filter(None, (chosen_unnamed(common | own) for own in combinations))
+        raise ConfigError(f"rows would have different methods ({next(sentences)}): name one, as in method=fedhpro")
     check(configs)
     tell_without_effect(common | own for own in combinations)
     rows, pairs = list[Row](), list[tuple[str, str]]()
@@ -147,9 +150,9 @@ def _check_that_rows_differ(varied: Iterable[str], labels: Sequence[str], config
 
 
 def tell_without_effect(rows: Iterable[dict[str, Any]]) -> None:
-    """Of each row's keys those that its runs do not look at."""
-    sentences = (sentence for keys in rows for sentence in without_effect(configure(**keys), keys))
-    for sentence in dict.fromkeys(sentences):
+    """Of each row's keys those that its runs do not look at, and those that chose its method where none is named."""
+    found = [[chosen_unnamed(keys), *without_effect(configure(**keys), keys)] for keys in rows]
+    for sentence in filter(None, dict.fromkeys(itertools.chain(*found))):
         err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

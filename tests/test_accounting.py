@@ -193,6 +193,8 @@ def test_the_command(capsys):
     assert [row["method"] for row in found] == ["fedavg", "fedhpro"] and found[0]["seconds"] is None
     smaller = json.loads(call("fedhpro:uplink=probabilities", "data=digits-lite", "--json"))[0]
     assert found[1]["bytes_up"] - smaller["bytes_up"] == 20 * 4 * 10 * (128 - 10)
+    frozen = json.loads(call("fedhpro", "M=0", "uplink=off", "data=digits-lite", "--json"))[0]
+    assert frozen["bytes_up"] < smaller["bytes_up"]  # keys of a method that is named
     text = call("fedavg", "moon", "data=digits-lite")
     assert "digits-lite" in text and "1.67" in text and "10.87" in text
     with pytest.raises(ConfigError, match="name the methods"):

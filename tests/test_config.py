@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhpro import config as module
-from fedhpro.config import PRESETS, Config, configure, load, method_keys, parse
+from fedhpro.config import PRESETS, Config, chosen_unnamed, configure, load, method_keys, parse
 from fedhpro.errors import ConfigError
 from fedhpro.methods import METHODS
 from fedhpro.methods.base import Method, Positive
@@ -107,8 +107,21 @@ def test_without_a_method_its_own_keys_ask_for_the_papers():
         configure(M=0, method="fedavg")
     with pytest.raises(ConfigError, match=r"'M' is a key of .*, and this run's method is fedhpro-plus"):
         configure(M=0, preset="plus")
-    with pytest.raises(ConfigError, match="'agreed' is a key of method fedhpro-plus, and this run's method is fedhpro"):
+    assert configure(method=None, M=0) == configure(M=0)
+    because = "'agreed' is a key of method fedhpro-plus, and this run's method is fedhpro, since M is a key of it"
+    with pytest.raises(ConfigError, match=because):
         configure(M=0, agreed=False)
+    with pytest.raises(ConfigError, match="model=htfe2 does not go with fedhpro-plus"):
+        configure(model="htfe2", agreed=False)
+    with pytest.raises(ConfigError, match=r"hpal=False: .* \(method fedhpro, since hpal is a key of it\)"):
+        configure(hpal=False)
+
+
+def test_a_method_that_other_keys_chose_is_said():
+    assert chosen_unnamed({"M": 0}) == "no method is named: fedhpro, since M is a key of it"
+    assert "exchange=classifier does not go with fedhpro-plus" in str(chosen_unnamed({"exchange": "classifier"}))
+    for keys in ({}, {"lr": 0.1, "model": "cnn"}, {"M": 0, "method": "fedhpro"}, {"M": 0, "preset": "paper"}):
+        assert chosen_unnamed(keys) is None
 
 
 def test_strings_of_the_command_line_become_values():
@@ -163,6 +176,8 @@ def test_no_parameter_of_a_method_shadows_a_key(method):
     "keys,message",
     [
         ({"method": "fedhpr"}, "there is no method 'fedhpr': did you mean 'fedhpro'?"),
+        ({"method": "FedHPro"}, "there is no method 'FedHPro': did you mean 'fedhpro'?"),
+        ({"m": 0}, "there is no key 'm': did you mean 'M'? `fedhpro run --keys` lists all"),
         ({"data": "digit-lite"}, "there is no data 'digit-lite': did you mean 'digits-lite'?"),
         ({"model": "resnet_18"}, "there is no model 'resnet_18': did you mean 'resnet18'?"),
         ({"stem": "3x3/3"}, "there is no stem '3x3/3': did you mean '3x3/2'?"),
@@ -186,7 +201,7 @@ def test_unknown_names_come_with_the_closest(keys, message):
 @pytest.mark.parametrize("key", ["method", "data", "model", "stem", "preset"])
 @pytest.mark.parametrize("value", [None, 3, ["paper"], {"a": 1}])
 def test_names_of_a_wrong_type(key, value):
-    if (key, value) != ("preset", None):  # which is no preset
+    if value is not None or key not in ("preset", "method"):  # which is no preset, and the default method
         assert sentence(**{key: value}).startswith(f"there is no {key} {value!r}: ")
 
 

@@ -218,7 +218,8 @@ def test_preset_plus_has_the_training_of_preset_paper():
 
 
 def test_more_classes_than_features_are_refused(tiny_source):
-    with pytest.raises(ConfigError, match=r"^fedhpro-plus: 4 classes have no 3 features to share out: try dim=8$"):
+    told = "fedhpro-plus: 4 classes have no 3 features to share out: try dim=8, or method=fedhpro"
+    with pytest.raises(ConfigError, match=f"^{told}$"):
         run(tiny_source, **(TINY | {"method": "fedhpro-plus", "dim": 3}))
 
 

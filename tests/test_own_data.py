@@ -316,7 +316,12 @@ def test_the_example_runs(tmp_path, capsys):
     found = example.main(tmp_path)
     assert found.label in example.FINDINGS and set(found.probabilities) == set(example.FINDINGS)
     assert (tmp_path / "run" / "MODEL_CARD.md").is_file()
-    assert "north: 43 to train, 12 to test" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "north: 43 to train, 12 to test" in shown
+    # the page shows another machine's: a picture or two may be taken for another
+    (line,) = (line for line in shown.splitlines() if line.startswith("accuracy"))
+    assert re.fullmatch(r"accuracy in per cent: \{'north': .*, 'south': .*, 'AVG': [\d.]+\}", line)
+    assert float(line.rsplit(" ", 1)[1].rstrip("}")) > 70  # of three classes: it has learnt to tell them apart
 
 
 def test_the_page_names_what_there_is():

@@ -445,6 +445,15 @@ def test_a_sweep_with_a_preset_sweeps_its_method(capsys):
     assert code == 0 and "fedavg lr=0.01," in text
 
 
+def test_a_sweep_does_not_change_its_method_unasked(capsys):
+    code, _, error = call(capsys, "sweep", "exchange=model,classifier", "--dry-run")
+    assert code == 2 and "rows would have different methods" in error and "exchange=classifier" in error
+    code, text, _ = call(capsys, "sweep", "exchange=model,classifier", "method=fedavg", "--dry-run")
+    assert code == 0 and text.count("fedavg") == 2
+    code, _, error = call(capsys, "sweep", "M=5,10", "--no-control", "--dry-run")
+    assert code == 0 and "no method is named: fedhpro, since M is a key of it" in error
+
+
 def test_a_sweep_refuses_values_that_make_no_difference(capsys):
     code, _, error = call(capsys, "sweep", "alpha=0.1,0.5", "--dry-run")
     assert code == 2 and "alpha has no effect with scenario=domains" in error

@@ -329,3 +329,11 @@ def test_progress_says_steps_and_takes_no_site_for_markup():
         terminal.round(federation.next_round())
     assert "2 rounds of 1 step, seed 0" in stream.getvalue()
     assert "dark[b] " in stream.getvalue().splitlines()[1]
+
+
+def test_a_round_in_which_nobody_can_learn_says_so(capsys, tmp_path):
+    keys = ["scenario=shards", "shards_per_client=1", "clients=10", "rounds=1", "local_steps=1", "workers=0"]
+    code, text, _ = call(capsys, "run", *keys, "--out", tmp_path / "run")
+    assert code == 0 and "round 1: nothing was learned, every loss is 0" in text
+    code, text, _ = call(capsys, "run", "method=fedavg", *keys, "--out", tmp_path / "other")
+    assert code == 0 and "nothing was learned" not in text

@@ -56,11 +56,12 @@ class FedHProPlus(FedRCL):
     paced: bool | None = None  # align a sample as much as its class is probable already; none: from 25 classes on
     contrasted: bool = True  # FedRCL's contrast and penalty
     agreed: bool = True  # clients vote: all align and contrast, or all have a margin and balanced cross-entropy
-    lam_margin: NonNegative = 0.9  # of that margin (as in FedSA)
+    lam_margin: NonNegative = 0.9  # weight of that margin (as in FedSA)
 
     def server_state(self, net: Net, rng: torch.Generator) -> Tensors:
         if (C := net.num_classes) > net.dim:
-            raise ConfigError(f"fedhpro-plus: {C} classes have no {net.dim} features to share out: try dim={2 * C}")
+            tries = f"try dim={2 * C}, or method=fedhpro"
+            raise ConfigError(f"fedhpro-plus: {C} classes have no {net.dim} features to share out: {tries}")
         return {"votes": torch.zeros(2)} if self.agreed else {}  # samples of those for it, and of all who voted
 
     def broadcast(self, state: Tensors) -> Tensors:

@@ -21,8 +21,7 @@ Features = Callable[..., tuple[Tensor, Tensor]]  # Client.features
 
 @dataclass(frozen=True)
 class ReportsGradients(Method):
-    # Eq 5 as [C, d]; as [C, C], which the server decodes; or not at all, where S is not matched (M=0)
-    uplink: Literal["gradients", "probabilities", "off"] = "gradients"
+    uplink: Literal["gradients", "probabilities", "off"] = "gradients"  # Eq 5: [C, d]; [C, C], decoded; no, with M=0
 
     def class_gradients(self, z: Tensor, y: Tensor, net: Net) -> Tensors:
         h = net.classifier.weight.detach(), net.classifier.bias.detach()
