@@ -3,6 +3,7 @@
 import functools
 import http.client
 import json
+import math
 import random
 import re
 import shutil
@@ -23,9 +24,10 @@ from fedhpro import cli
 from fedhpro.data.sources import Domain, Source
 from fedhpro.errors import RunError
 from fedhpro.report import picture
+from fedhpro.report.curves import plot_curves
 from fedhpro.report.page import build_page, write_report
 from fedhpro.report.reading import grouped, read_run, read_runs
-from fedhpro.report.sections import SECTIONS
+from fedhpro.report.sections import SECTIONS, series
 from fedhpro.report.serve import Server
 
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -176,6 +178,54 @@ def test_a_run_from_before_a_key_existed_goes_with_the_later_ones(runs, tmp_path
     assert len(kept) == len(lines) - 2
     (older / "config.toml").write_text("".join(kept))
     assert [group.label for group in grouped(read_runs([older, runs[0]])[0])] == ["fedavg"]
+
+
+@pytest.fixture
+def with_a_term_of_some_rounds(runs, tmp_path):
+    """Two seeds of four rounds; the term "now" is there in rounds 1, 3 and 4, or in 3 alone, and "never" in none."""
+    copies = []
+    for run, values in zip(runs[:2], ([1.0, 0, 1.0, 1.0], [0, 0, 3.0, 0]), strict=True):
+        copies.append(shutil.copytree(run, tmp_path / "runs" / run.name))
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        history = [last | {"round": i + 1, "loss": last["loss"] | {"now": v, "never": 0}} for i, v in enumerate(values)]
+        (copies[-1] / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history))
+        config = (copies[-1] / "config.toml").read_text()
+        (copies[-1] / "config.toml").write_text(config.replace("rounds = 2\n", "rounds = 4\n"))
+    return copies
+
+
+def test_a_loss_term_that_was_not_there_leaves_a_gap(with_a_term_of_some_rounds):
+    both, one = (grouped(read_runs(part)[0]) for part in (with_a_term_of_some_rounds, with_a_term_of_some_rounds[:1]))
+    points, band = (getattr(series(both[0], "loss", "now", "", 0, None), name) for name in ("points", "band"))
+    assert [y for _, y in points[:1] + points[2:]] == [1, 2, 1] and math.isnan(points[1][1])  # of those that had it
+    assert band[2] == (3, 1, 3)
+    page = SECTIONS["Over the rounds"](one)
+    (chart,) = re.findall("<figure><figcaption>loss terms at the clients.*?</figure>", page, re.DOTALL)
+    line, swatch = re.findall('d="([^"]*)" class="line s1', chart)
+    assert (line.count("M"), line.count("L")) == (1, 1) and "H" in swatch  # rounds 3 and 4; round 1 is a dot
+    assert "never" not in chart and "NaN" not in page
+    assert "never" not in SECTIONS["Over the rounds"](both)
+
+
+def test_pictures_of_terms_that_were_not_there(with_a_term_of_some_rounds, recwarn):
+    axes = plot_curves(with_a_term_of_some_rounds[:1]).axes
+    (losses,) = (each for each in axes if each.get_title() == "loss terms at the clients")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in losses.get_lines()}
+    assert sorted(drawn) == ["ce", "now"] and math.isnan(drawn["now"][1]) and drawn["now"][2:] == [1, 1]
+    metrics = with_a_term_of_some_rounds[0] / "metrics.jsonl"
+    history = [json.loads(line) for line in metrics.read_text().splitlines()]
+    none = [record | {"loss": dict.fromkeys(record["loss"], 0)} for record in history]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in none))
+    shown = plot_curves(with_a_term_of_some_rounds[:1])
+    shown.png()
+    assert "loss terms at the clients" not in [each.get_title() for each in shown.axes]
+    assert "Loss terms" not in SECTIONS["Over the rounds"](grouped(read_runs(with_a_term_of_some_rounds[:1])[0]))
+    assert not recwarn.list
+
+
+def test_the_folder_of_a_sweep_stands_for_its_runs(with_a_term_of_some_rounds):
+    found, problems = read_runs([with_a_term_of_some_rounds[0].parents[1]])
+    assert [run.folder for run in found] == with_a_term_of_some_rounds and not problems
 
 
 BROKEN = {

@@ -569,3 +569,5 @@ def test_figures_of_every_kind_are_drawn_from_the_same_runs(done):
         found = reproduce.outcome(reproduce.plan(changed, done[0] / "out/runs"))
         page = experiments_page([found, found], done[0] / "out")
         assert page.count("<figure") >= 2, figure
+    alone = experiments_page([found], done[0] / "out")
+    assert "<h1>" in alone and "<h2>" not in alone and page.count("<h2>") == 2  # one experiment is its page

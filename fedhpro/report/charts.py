@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from typing import Any
 
 from .markup import Markup, join, tag
@@ -28,7 +29,7 @@ Point = tuple[float, float]
 class Series:
     label: str
     look: int  # which colour and dashes
-    points: list[Point]
+    points: list[Point]  # where one has no number the line breaks
     band: list[tuple[float, float, float]] = field(default_factory=list)  # x, lowest, highest
     group: int | None = None  # what the filter of the page shows and hides
     strong: bool = False
@@ -54,9 +55,9 @@ def line_chart(
     title: str, series: Sequence[Series], *, unit: str = "", x: str = "round", log: bool = False, key: bool = True
 ) -> Markup:
     """Lines over rounds; logarithmic only where the values allow and need it. Nothing where there is no value."""
-    series = [_finite(s) for s in series]
-    values = [y for s in series for _, y in s.points] + [y for s in series for band in s.band for y in band[1:]]
-    xs = [point[0] for s in series for point in s.points]
+    found = [(s, points, _pieces(s.band)) for s in series if (points := _pieces(s.points))]
+    pieces = [piece for _, points, band in found for piece in (*points, *band)]
+    xs, values = [x for piece in pieces for x, *_ in piece], [y for piece in pieces for _, *ys in piece for y in ys]
     if not values:
         return Markup("")
     log = log and min(values) > 0 and max(values) > 10 * min(values)
@@ -80,19 +81,22 @@ def line_chart(
     for value in _whole_ticks(first, last) or [tick for tick in _ticks(first, last) if first <= tick <= last]:
         drawn.append(tag("text", f"{value:g}", x=across(value), y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
     drawn.append(tag("text", x, x=WIDTH - RIGHT, y=HEIGHT - 2, text_anchor="end", class_="faint"))
-    for s in series:
-        way = "M" + "L".join(f"{across(a):.1f} {up(b):.1f}" for a, b in s.points)
-        parts = [_stroke(way, s.look, s.strong)] if len(s.points) > 1 else []
-        if s.band:
-            edge = [(a, b) for a, b, _ in s.band] + [(a, c) for a, _, c in reversed(s.band)]
+    numbers = []
+    for s, points, band in found:
+        parts = []
+        for piece in band:
+            edge = [(a, b) for a, b, _ in piece] + [(a, c) for a, _, c in reversed(piece)]
             outline = "M" + "L".join(f"{across(a):.1f} {up(b):.1f}" for a, b in edge) + "Z"
-            parts.insert(0, tag("path", d=outline, class_=f"band f{s.look % COLOURS}"))
-        if len(s.points) <= MARKED:
-            r = 3.2 if s.strong else 2.4
-            parts += [tag("circle", cx=across(a), cy=up(b), r=r, class_=f"f{s.look % COLOURS}") for a, b in s.points]
+            parts.append(tag("path", d=outline, class_=f"band f{s.look % COLOURS}"))
+        ways = ["M" + "L".join(f"{across(a):.1f} {up(b):.1f}" for a, b in piece) for piece in points if len(piece) > 1]
+        parts += [_stroke("".join(ways), s.look, s.strong)] if ways else []
+        whole = list(chain(*points))
+        dots = whole if len(whole) <= MARKED else [piece[0] for piece in points if len(piece) == 1]
+        r = 3.2 if s.strong else 2.4
+        parts += [tag("circle", cx=across(a), cy=up(b), r=r, class_=f"f{s.look % COLOURS}") for a, b in dots]
         drawn.append(tag("g", *parts, data_group=s.group))
+        numbers.append({"label": s.label, "look": s.look, "group": s.group, "points": whole})
     drawn.append(tag("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM))
-    numbers = [{"label": s.label, "look": s.look, "group": s.group, "points": s.points} for s in series]
     hover = {
         "x": x,
         "unit": unit,
@@ -103,7 +107,8 @@ def line_chart(
         "series": numbers,
     }
     picture = _picture(title, drawn, WIDTH, HEIGHT, data_hover=json.dumps(hover))
-    return figure(title, picture, legend(series) if key and (len(series) > 1 or series[0].label != title) else "")
+    shown = [s for s, _, _ in found]
+    return figure(title, picture, legend(shown) if key and (len(shown) > 1 or shown[0].label != title) else "")
 
 
 def figure(title: Any, *inside: Any, **attributes: Any) -> Markup:
@@ -270,10 +275,10 @@ def _polygon(x: float, y: float, r: float, corners: int) -> str:
     return "M" + "L".join(f"{x + r * math.cos(a):.1f} {y + r * math.sin(a):.1f}" for a in angles) + "Z"
 
 
-def _finite(series: Series) -> Series:
-    points = [point for point in series.points if abs(point[1]) < TOO_LARGE]  # also leaves out what is not a number
-    band = [part for part in series.band if all(abs(value) < TOO_LARGE for value in part)]
-    return Series(series.label, series.look, points, band, series.group, series.strong)
+def _pieces(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
+    """What can be drawn without a break: neither what is not a number nor what is too large."""
+    drawable = groupby(points, lambda point: all(abs(value) < TOO_LARGE for value in point))
+    return [list(piece) for there, piece in drawable if there]
 
 
 def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:

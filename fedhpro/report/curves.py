@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Pic
                 _line(axes, history, group, name, *(("black", 2.6) if name == AVG else (colour, 1.6)))
             _dress(axes, title, "%" if group == "accuracy" else "")
             axes.set_yscale("log" if group in ("loss", "server") else "linear")
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=8, frameon=False)
     else:
         figure = Picture(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
@@ -51,11 +53,14 @@ def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Pic
             style = ("-", "--", ":", "-.")[number // len(COLOURS) % 4]
             _line(axes, history, "accuracy", AVG, COLOURS[number % len(COLOURS)], 2.0, label, style)
         _dress(axes, "mean accuracy of the domains, first seed", "%")
+        axes.legend(fontsize=8, frameon=False)
     return figure
 
 
 def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:
-    return list(dict.fromkeys(key for record in history for key in record.get(group, {})))
+    """A loss term that was 0 in every round was not there."""
+    names = dict.fromkeys(key for record in history for key in record.get(group, {}))
+    return [key for key in names if group != "loss" or any(record.get(group, {}).get(key) for record in history)]
 
 
 def _line(
@@ -69,8 +74,8 @@ def _line(
     style: str = "-",
 ) -> None:
     points = [(record["round"], record[group][key]) for record in history if key in record.get(group, {})]
-    if group == "loss":  # a term of 0 was not there in that round
-        points = [(number, value) for number, value in points if value] or points
+    if group == "loss":  # a term of 0 was not there in that round: the line breaks
+        points = [(number, value or math.nan) for number, value in points]
     rounds, values = zip(*points, strict=True)
     axes.plot(rounds, values, style, color=colour, linewidth=width, label=label or key, marker="o", markersize=2.5)
 
@@ -82,4 +87,3 @@ def _dress(axes: Any, title: str, unit: str) -> None:
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)

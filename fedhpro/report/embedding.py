@@ -42,6 +42,7 @@ class Embedding:
 def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, seed: int = 0) -> Embedding:
     """Equally many samples of each domain, features scaled to length 1, as the cosines of HPCL see them."""
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     predictor = load_model(folder)
     config = configuration.load(folder)
@@ -62,7 +63,8 @@ def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, se
     classes = torch.cat([y, present, torch.arange(len(own)).repeat_interleave(own.shape[1])])
     unit = torch.nn.functional.normalize(every, dim=1).numpy()
     perplexity = min(30.0, (len(unit) - 1) / 3)
-    flat = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
+    with threadpool_limits(1):  # the same picture on any number of cores
+        flat = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
     flat = (flat - flat.min(0)) / np.maximum(flat.max(0) - flat.min(0), 1e-9)
     many = own.shape[0] * own.shape[1]
     kinds = ["sample"] * len(z) + ["prototype"] * len(present) + ["hyper"] * many

@@ -25,12 +25,13 @@ def experiments_page(outcomes: Sequence[Outcome], folder: Path) -> str:
     heading = outcomes[0].experiment.title if len(outcomes) == 1 else f"{len(outcomes)} experiments beside the paper's"
     runs = {run.folder for found in outcomes for run in found.runs.values()}
     header = tag("header", tag("h1", heading), tag("p", f"{len(runs)} runs, shared where they are the same"))
-    return document(f"fedhpro: {heading}", tag("main", header, contents, *(_section(o, folder) for o in outcomes)))
+    sections = (_section(found, folder, titled=len(outcomes) > 1) for found in outcomes)
+    return document(f"fedhpro: {heading}", tag("main", header, contents, *sections))
 
 
-def _section(outcome: Outcome, folder: Path) -> Markup:
+def _section(outcome: Outcome, folder: Path, titled: bool) -> Markup:
     experiment = outcome.experiment
-    parts = [tag("h2", experiment.title)]
+    parts = [tag("h2", experiment.title)] if titled else []
     if experiment.stand_in:
         parts.append(tag("aside", experiment.stand_in, class_="skipped"))
     parts += [_table(outcome, tables.lines(outcome)), tag("p", tables.meaning(outcome), class_="note")]

@@ -224,10 +224,13 @@ def read_run(folder: Path) -> Run:
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """The runs that can be shown, and a sentence for each that cannot. A folder of run folders stands for them all."""
+    """The runs that can be shown, and a sentence for each that cannot.
+
+    A folder of run folders stands for them all, as does one that has them under runs/, which sweep and reproduce make.
+    """
     named, runs, problems = list[Path](), list[Run](), list[str]()
     for folder in folders:
-        inside = sorted(path.parent for path in folder.glob("*/config.toml"))
+        inside = sorted(path.parent for way in ("*", "runs/*") for path in folder.glob(f"{way}/config.toml"))
         named += inside if inside and not (folder / "config.toml").exists() else [folder]
     for path in {path.absolute(): path for path in named}.values():  # a run named twice is one
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def curves(groups: Sequence[Group]) -> Markup:
     """One setting: a chart for each kind. Several: a chart for each domain and each term."""
     parts = []
     for kind, (title, unit, note) in KINDS.items():
-        charts = _charts(groups, kind, title, unit)
+        charts = [chart for chart in _charts(groups, kind, title, unit) if chart]
         if charts:
             parts.append((title, charts, note))
     notes = [tag("p", note, class_="note") for _, _, note in parts if note]
@@ -328,11 +329,11 @@ def _charts(groups: Sequence[Group], kind: str, title: str, unit: str) -> list[M
         return []
     if len(groups) == 1:
         lines = [series(groups[0], kind, name, name, i, None, name == AVG) for i, name in enumerate(names)]
-        return [line_chart(title, [line for line in lines if line.points], unit=unit, log=log)]
+        return [line_chart(title, lines, unit=unit, log=log)]
     charts = []
     for name in names:
         lines = [series(g, kind, name, g.label, g.number, g.number) for g in groups]
-        charts.append(line_chart(name, [line for line in lines if line.points], unit=unit, log=log, key=False))
+        charts.append(line_chart(name, lines, unit=unit, log=log, key=False))
     return charts
 
 
@@ -341,9 +342,13 @@ def series(
 ) -> Series:
     """The mean over the seeds, and where there are several the band between the lowest and the highest."""
     found = [run.values(kind, name) for run in group.runs]
-    common = sorted(set.intersection(*(set(values) for values in found)))
-    points = [(float(r), sum(values[r] for values in found) / len(found)) for r in common]
-    band = [(float(r), min(v[r] for v in found), max(v[r] for v in found)) for r in common] if len(found) > 1 else []
+    if kind == "loss":  # of the seeds that had the term; where none had it the line breaks
+        rounds = sorted({record.round for run in group.runs for record in run.history if record.loss})
+    else:
+        rounds = sorted(set.intersection(*(set(values) for values in found)))
+    each = {float(r): [values[r] for values in found if r in values] or [math.nan] for r in rounds}
+    points = [(r, sum(values) / len(values)) for r, values in each.items()]
+    band = [(r, min(values), max(values)) for r, values in each.items()] if len(found) > 1 else []
     return Series(label, look, points, band, number, strong)
 
 
