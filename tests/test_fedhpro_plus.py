@@ -149,7 +149,7 @@ def test_clients_vote_with_their_samples_in_all_rounds_so_far():
     assert method.broadcast(state)["pro"] == 0.75
     reports = {"vote": torch.tensor([1.0, 1e9]), "samples": torch.tensor([100, 60])}  # nobody has more than one vote
     state, _ = method.aggregate(state, model, reports, torch.Generator())
-    assert method.broadcast(state)["pro"] == pytest.approx(190 / 200)
+    assert method.broadcast(state)["pro"] == pytest.approx(190 / 200) == state["log/vote"]
 
 
 def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_source):
@@ -163,10 +163,11 @@ def test_the_classifier_is_the_anchors_and_nothing_but_the_model_travels(tiny_so
 
 
 def test_votes_are_counted_in_a_federation(tiny_source):
-    _, _, federation = run(tiny_source, method="fedhpro-plus")
+    history, _, federation = run(tiny_source, method="fedhpro-plus")
     held = [torch.bincount(client.train.to(torch.device("cpu")).y, minlength=4) for client in federation.clients]
     votes = [counts.sum() * (mixture(counts) >= 0.5) for counts in held]
     assert federation.state["votes"].tolist() == [sum(votes) * 2, sum(federation.sizes) * 2]  # in two rounds
+    assert [record["server"] for record in history] == [{"vote": pytest.approx(sum(votes) / sum(federation.sizes))}] * 2
 
 
 @pytest.mark.parametrize("classifier", ["anchors", "trained"])

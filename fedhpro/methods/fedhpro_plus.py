@@ -114,7 +114,8 @@ class FedHProPlus(FedRCL):
     ) -> tuple[Tensors, Tensors]:
         if self.agreed:
             n = reports["samples"].float()
-            state = {"votes": state["votes"] + torch.stack([(reports["vote"].clamp(0, 1) * n).sum(), n.sum()])}
+            votes = state["votes"] + torch.stack([(reports["vote"].clamp(0, 1) * n).sum(), n.sum()])
+            state = {"votes": votes, "log/vote": votes[0] / votes[1].clamp_min(1)}
         if self.classifier == "trained":
             return state, {}
         W, b = model["classifier.weight"], model["classifier.bias"]

@@ -21,8 +21,9 @@ PANELS = {
     "accuracy": "accuracy on the test sets",
     "test_loss": "loss on the test sets",
     "loss": "loss terms at the clients",
-    "server": "gradient matching at the server",
+    "server": "at the server",
 }
+VOTE = ("server", "vote")  # of fedhpro-plus
 
 
 def draw_curves(runs: Sequence[Path], out: Path, names: Sequence[str] | None = None) -> None:
@@ -58,8 +59,8 @@ def plot_curves(runs: Sequence[Path], names: Sequence[str] | None = None) -> Pic
 
 
 def _keys(history: Sequence[dict[str, Any]], group: str) -> list[str]:
-    """A loss term that was 0 in every round was not there."""
-    names = dict.fromkeys(key for record in history for key in record.get(group, {}))
+    """A loss term that was 0 in every round was not there, and a vote that hardly moves is left to the report."""
+    names = dict.fromkeys(key for record in history for key in record.get(group, {}) if (group, key) != VOTE)
     return [key for key in names if group != "loss" or any(record.get(group, {}).get(key) for record in history)]
 
 

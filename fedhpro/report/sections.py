@@ -59,7 +59,8 @@ def curves(groups: Sequence[Group]) -> Markup:
     for kind, (title, unit, note) in KINDS.items():
         charts = [chart for chart in _charts(groups, kind, title, unit) if chart]
         if charts:
-            parts.append((title, charts, note))
+            told = [words for name, words in OF_THE_SERVER.items() if kind == "server" and name in _keys(groups, kind)]
+            parts.append((title, charts, " ".join([note, *told]).strip()))
     notes = [tag("p", note, class_="note") for _, _, note in parts if note]
     if len(groups) == 1:
         return join(tag("div", *(chart for _, charts, _ in parts for chart in charts), class_="grid"), *notes)
@@ -79,18 +80,21 @@ KINDS = {
         "",
         "Loss terms are means over the clients of a round, weighted by their samples.",
     ),
-    "server": (
-        "at the server",
-        "",
-        "L_GM is the gradient matching loss of Eq. 8 (1 − cosine, mean over the classes) after the steps of the round, "
-        "L_GM_start before them.",
-    ),
+    "server": ("at the server", "", ""),
     "privacy": (
         "privacy spent",
         "",
         "epsilon of client-level differential privacy up to each round; delta, the noise and who adds it are among the "
         "settings below.",
     ),
+}
+
+
+OF_THE_SERVER = {
+    "L_GM": "L_GM is the gradient matching loss of Eq. 8 (1 − cosine, mean over the classes) after the steps of the "
+    "round, L_GM_start before them.",
+    "vote": "vote is the share of samples, of all rounds so far, whose clients are for alignment; from 0.9 on all "
+    "align in the next round.",
 }
 
 
