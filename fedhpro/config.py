@@ -252,11 +252,11 @@ def _asks_for_the_papers(keys: Mapping[str, Any]) -> str | None:
     M=0; and where models differ or stay with the clients it takes a classifier that is trained.
     """
     usual = str(Config.model_fields["method"].default)
-    others = {"exchange": ["auto", *METHODS[usual].exchanges], "model": [m for m in MODELS if m not in GROUPS]}
+    only = [way for way in METHODS[PRINTED].exchanges if way not in METHODS[usual].exchanges]
     for name, value in keys.items():
         if name in method_keys(PRINTED) and name not in method_keys(usual):
             return f"{name} is a key of it"
-        if name in others and value not in others[name]:
+        if (name == "exchange" and value in only) or (name == "model" and value in list(GROUPS)):
             return f"{name}={value} does not go with {usual}"
     return None
 
