@@ -215,8 +215,9 @@ class Layout:
         held = (upload["report/counts"] > 0).double() if self.classes else samples.new_zeros(0)
         parts = [samples.reshape(1), held]
         for name in self.like:
-            value = upload[name].double()
-            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if name in self.by_class else self._weight(name, samples)
+            value, weight = upload[name].double(), self._weight(name, samples)
+            if name in self.by_class:
+                weight = held.reshape(-1, *[1] * (value.dim() - 1))
             parts.append((weight * value).reshape(-1))
         return torch.cat(parts)
 

@@ -228,7 +228,8 @@ def test_votes_and_losses_are_means_over_the_samples_whatever_a_model_counts(by_
     layout = masking.Layout(upload, by_samples)
     against = dict.fromkeys(names, torch.zeros(())) | {"samples": torch.tensor(10)}
     found = layout.means(layout.row(upload) + layout.row(against), 2)
-    assert [found[name].item() for name in names] == [0.75 if by_samples else 0.5, 0.75, 0.75] and found["samples"] == 40
+    assert [found[name].item() for name in names] == [0.75 if by_samples else 0.5, 0.75, 0.75]
+    assert found["samples"] == 40
 
 
 def test_equal_weights_and_other_protocols(tiny_source):
