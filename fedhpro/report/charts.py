@@ -62,9 +62,7 @@ def line_chart(
         return Markup("")
     log = log and min(values) > 0 and max(values) > 10 * min(values)
     ticks = _log_ticks(min(values), max(values)) if log else _ticks(min(values), max(values))
-    low, high = (
-        math.log10(end) if log else end for end in (min(values[0], *values, ticks[0]), max(*values, ticks[-1]))
-    )
+    low, high = (math.log10(end) if log else end for end in (min(*values, ticks[0]), max(*values, ticks[-1])))
     first, last = min(xs), max(xs)
 
     def across(value: float) -> float:
