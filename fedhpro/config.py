@@ -174,8 +174,9 @@ class Config(BaseModel):
         if keys.get("data", self.data) != self.data:  # what the old data set and nobody changed does not stay
             usual = configure(method=self.method, data=self.data).flat()
             before = {name: value for name, value in before.items() if value != usual.get(name) or name == "method"}
-        if keys.get("method", preset.get("method", self.method)) != self.method:
-            before = {name: value for name, value in before.items() if name not in self.parameters}
+        same = keys.get("method", preset.get("method", self.method)) == self.method
+        own = configure(method=self.method, data=self.data, model=self.model, privacy=self.privacy).parameters
+        before = {k: v for k, v in before.items() if k not in own or (same and v != own[k])}  # defaults go by the rest
         return configure(**(before | keys))
 
     def to_toml(self) -> str:

@@ -365,6 +365,13 @@ def test_replace_keeps_the_rest():
     assert config.replace(method="fedhpro") == config
 
 
+def test_defaults_of_a_method_that_go_by_other_keys_follow_them():
+    assert configure().replace(privacy="central") == configure(privacy="central")
+    assert configure().replace(model="textcnn") == configure(model="textcnn")
+    assert configure(privacy="central").replace(privacy="off") == configure()
+    assert configure(tau=0.2, contrasted=False).replace(privacy="local").parameters["contrasted"] is False
+
+
 def test_replace_checks():
     with pytest.raises(ConfigError, match="rounds=0"):
         configure().replace(rounds=0)
