@@ -20,6 +20,7 @@ from rich.table import Table
 from . import __version__
 from .config import (
     PRESETS,
+    USUAL,
     Config,
     configure,
     describe_type,
@@ -32,7 +33,7 @@ from .config import (
 from .data_cli import bring, data_app
 from .deploy.cli import deploy_app
 from .errors import ConfigError, UserError
-from .reproduce_cli import parse_seeds, reproduce, sweep, tell_without_effect
+from .reproduce_cli import parse_seeds, reproduce, sweep, tell_about_keys
 
 app = typer.Typer(
     name="fedhpro",
@@ -116,7 +117,7 @@ def run(
         _print_keys(configure(**settings))
         return
     config = configure(**settings)
-    tell_without_effect([settings])
+    tell_about_keys([settings])
     _train(config, quiet, as_json, track)
 
 
@@ -191,7 +192,7 @@ def compare(
     rows = comparison.entries(names, common, control)
     configs = [configure(**(common | row.keys)) for row in rows]
     comparison.check(configs)
-    tell_without_effect(common | row.keys for row in rows)
+    tell_about_keys(common | row.keys for row in rows)
 
     def start(config: Config, title: str) -> runs.Result:
         if not (quiet or as_json):
@@ -279,7 +280,7 @@ def costs(
     names, keys = names_and_keys(arguments or [])
     if "method" in keys:
         raise ConfigError("method is not a key here: name the methods, as in `fedhpro costs fedavg fedhpro`")
-    names, keys = names or [*ALL, configure().method], table_4.usual_keys(keys) | keys
+    names, keys = names or [*ALL, USUAL], table_4.usual_keys(keys) | keys
     config = configure(**(keys | entries(names, keys, control=False)[0].keys))
     bring(config.data)
     rows = table_4.costs(keys, names, measure)
@@ -363,9 +364,8 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
         table = Table(box=None)
         table.add_column("method", style="bold")
         table.add_column("what it is")
-        usual = configure().method
         for key, method in METHODS.items():
-            table.add_row(key, _about(method) + " The default." * (key == usual))
+            table.add_row(key, _about(method) + " The default." * (key == USUAL))
         out.print(table)
         return
     from .facts import rehearse

@@ -23,7 +23,7 @@ from .errors import ConfigError
 from .methods import METHODS, Method
 from .models import GROUPS, MODELS, STEMS
 
-PRINTED = "fedhpro"  # the paper's method
+PRINTED, USUAL = "fedhpro", "fedhpro-plus"  # the paper's method, and what is run where none is asked for
 OF_PRIVACY = ("epsilon", "noise", "clip", "clip_report", "delta")
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -35,7 +35,7 @@ class Config(BaseModel):
 
     # what is run
     method: str = Field(
-        "fedhpro-plus", description="the method (`fedhpro methods`); with a key that only fedhpro has, as M: fedhpro"
+        USUAL, description="the method (`fedhpro methods`); with a key that only fedhpro has, as M: fedhpro"
     )
     rounds: int = Field(15, ge=1, description="communication rounds R")
     seed: int = Field(0, ge=0, description="every random number of the run derives from it")
@@ -174,8 +174,9 @@ class Config(BaseModel):
         if keys.get("data", self.data) != self.data:  # what the old data set and nobody changed does not stay
             usual = configure(method=self.method, data=self.data).flat()
             before = {name: value for name, value in before.items() if value != usual.get(name) or name == "method"}
-        if keys.get("method", preset.get("method", self.method)) != self.method:
-            before = {name: value for name, value in before.items() if name not in self.parameters}
+        same = keys.get("method", preset.get("method", self.method)) == self.method
+        own = configure(method=self.method, data=self.data, model=self.model, privacy=self.privacy).parameters
+        before = {k: v for k, v in before.items() if k not in own or (same and v != own[k])}  # defaults go by the rest
         return configure(**(before | keys))
 
     def to_toml(self) -> str:
@@ -207,7 +208,7 @@ def configure(**keys: Any) -> Config:
     unnamed = keys.get("method") is None
     reason = _asks_for_the_papers(keys) if unnamed else None
     if unnamed:
-        keys["method"] = PRINTED if reason else Config.model_fields["method"].default
+        keys["method"] = PRINTED if reason else USUAL
     method = keys["method"]
     if method not in list(METHODS):
         raise ConfigError(f"there is no method {method!r}{closest(str(method), METHODS)}")
@@ -237,7 +238,7 @@ def configure(**keys: Any) -> Config:
             **{name: value for name, value in keys.items() if name not in own}, parameters=dataclasses.asdict(checked)
         )
     except ValidationError as error:
-        raise ConfigError(_sentence(error) + (f" (method fedhpro, since {reason})" if reason else "")) from None
+        raise ConfigError(_sentence(error) + (f" (method {method}, since {reason})" if reason else "")) from None
     for name, value in config.flat().items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}={value}: input should be a finite number")
@@ -251,13 +252,12 @@ def _asks_for_the_papers(keys: Mapping[str, Any]) -> str | None:
     """Where no method is named: why it is the paper's and not the default. It has a key that the default has not, as
     M=0; and where models differ or stay with the clients it takes a classifier that is trained.
     """
-    usual = str(Config.model_fields["method"].default)
-    others = {"exchange": ["auto", *METHODS[usual].exchanges], "model": [m for m in MODELS if m not in GROUPS]}
+    only = [way for way in METHODS[PRINTED].exchanges if way not in METHODS[USUAL].exchanges]
     for name, value in keys.items():
-        if name in method_keys(PRINTED) and name not in method_keys(usual):
+        if name in method_keys(PRINTED) and name not in method_keys(USUAL):
             return f"{name} is a key of it"
-        if name in others and value not in others[name]:
-            return f"{name}={value} does not go with {usual}"
+        if (name == "exchange" and value in only) or (name == "model" and value in list(GROUPS)):
+            return f"{name}={value} does not go with {USUAL}"
     return None
 
 

@@ -170,9 +170,8 @@ def data_show(
     from .report.holdings import draw_holdings, holdings_table
     from .report.sheet import contact_sheet
 
-    if "=" in name and ":" not in name:  # only keys were given
-        name, keys = "digits-lite", [name, *(keys or [])]
-    config = configure(data=name, **parse(keys or []))
+    only_keys = "=" in name and ":" not in name
+    config = configure(**parse([name if only_keys else f"data={name}", *(keys or [])]))
     source = load_source(config)
     clients = build_clients(config, source, config.build_method())
     kind = f"texts of {source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"

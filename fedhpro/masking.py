@@ -215,8 +215,9 @@ class Layout:
         held = (upload["report/counts"] > 0).double() if self.classes else samples.new_zeros(0)
         parts = [samples.reshape(1), held]
         for name in self.like:
-            value = upload[name].double()
-            weight = held.reshape(-1, *[1] * (value.dim() - 1)) if name in self.by_class else self._weight(samples)
+            value, weight = upload[name].double(), self._weight(name, samples)
+            if name in self.by_class:
+                weight = held.reshape(-1, *[1] * (value.dim() - 1))
             parts.append((weight * value).reshape(-1))
         return torch.cat(parts)
 
@@ -233,15 +234,16 @@ class Layout:
             if name in self.by_class:
                 value = value / held.clamp_min(1).reshape(-1, *[1] * (value.dim() - 1))
             else:
-                value = value / (samples if self.by_samples else members)
+                value = value / self._weight(name, samples, members)
             if name.endswith("running_var") and bool((value < -1e-6).any()):
                 raise MaskingError(f"the sum is not one of sound uploads: {name} has negative values")
             found[name] = value.clamp_min(0).float() if name.endswith("running_var") else value.float()
         found["samples"] = samples.round().long()
         return found | ({"report/counts": held.round().long()} if self.classes else {})
 
-    def _weight(self, samples: Tensor) -> Tensor:
-        return samples if self.by_samples else torch.ones_like(samples)
+    def _weight(self, name: str, samples: Tensor, members: int = 1) -> Tensor | int:
+        """Of one client or of all: of losses and single numbers it is the samples, whatever a model counts."""
+        return samples if self.by_samples or not name.startswith("model/") else members
 
 
 class One:

@@ -125,9 +125,7 @@ def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
 def _in_process(config: Config, answer: Connection, share: tuple[int, int] | None = None) -> None:
     import torch
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal: the first one passes it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the first passes it on
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     torch.set_num_threads(1)
     use_of_gpu(share[0] if share else None)

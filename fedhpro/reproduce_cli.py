@@ -103,7 +103,7 @@ def sweep(
         sentences = filter(None, (chosen_unnamed(common | own) for own in combinations))
         raise ConfigError(f"rows would have different methods ({next(sentences)}): name one, as in method=fedhpro")
     check(configs)
-    tell_without_effect(common | own for own in combinations)
+    tell_about_keys(common | own for own in combinations)
     rows, pairs = list[Row](), list[tuple[str, str]]()
     for label, own, config in zip(labels, combinations, configs, strict=True):
         for entry in entries([config.method], common | own, control and "M" not in varied):
@@ -149,7 +149,7 @@ def _check_that_rows_differ(varied: Iterable[str], labels: Sequence[str], config
             raise ConfigError(f"two rows have the same settings: {labels[first]} and {labels[number]}")
 
 
-def tell_without_effect(rows: Iterable[dict[str, Any]]) -> None:
+def tell_about_keys(rows: Iterable[dict[str, Any]]) -> None:
     """Of each row's keys those that its runs do not look at, and those that chose its method where none is named."""
     found = [[chosen_unnamed(keys), *without_effect(configure(**keys), keys)] for keys in rows]
     for sentence in filter(None, dict.fromkeys(itertools.chain(*found))):

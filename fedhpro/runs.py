@@ -132,9 +132,7 @@ def run(
         config = configure(**(dict(config or {}) | keys))
     if source is not None:
         config = config.model_copy(update={"data": f"python:{source.name}"})  # so that no record claims other data
-    federation = Federation(
-        config, source, grid
-    )  # everything that can be wrong with the config shows here, before any file
+    federation = Federation(config, source, grid)  # shows what is wrong with the config, before there is any file
     check_disk(*federation.memory_need(), Path("runs" if config.out == "auto" else config.out, MEMORIES))
     with RunFolder.create(config) as folder:
         folder.memories.elsewhere = config.data == SITES

@@ -122,6 +122,9 @@ def test_a_method_that_other_keys_chose_is_said():
     assert "exchange=classifier does not go with fedhpro-plus" in str(chosen_unnamed({"exchange": "classifier"}))
     for keys in ({}, {"lr": 0.1, "model": "cnn"}, {"M": 0, "method": "fedhpro"}, {"M": 0, "preset": "paper"}):
         assert chosen_unnamed(keys) is None
+    for value in ("prototypes", "nothing", "none", ["model"]):  # which the paper's method does not exchange either
+        assert chosen_unnamed({"exchange": value}) is None
+    assert configure(exchange="prototypes").method == "fedhpro-plus"  # which says who exchanges them
 
 
 def test_strings_of_the_command_line_become_values():
@@ -360,6 +363,13 @@ def test_replace_keeps_the_rest():
     assert config.rounds == 100
     assert config.replace() == config
     assert config.replace(method="fedhpro") == config
+
+
+def test_defaults_of_a_method_that_go_by_other_keys_follow_them():
+    assert configure().replace(privacy="central") == configure(privacy="central")
+    assert configure().replace(model="textcnn") == configure(model="textcnn")
+    assert configure(privacy="central").replace(privacy="off") == configure()
+    assert configure(tau=0.2, contrasted=False).replace(privacy="local").parameters["contrasted"] is False
 
 
 def test_replace_checks():

@@ -261,6 +261,7 @@ def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
         (["renew", "full"], ["full"]),
         (["run", "fed"], ["does not answer", "start.sh"]),
         (["run", "fed", "roundz=3"], ["roundz", "rounds"]),
+        (["run", "fed", "method=fedavg"], ["does not answer"]),
         (["run", "fed", "--resume"], ["no run to go on with"]),
         (["serve", "full"], ["full", "server.crt"]),
         (["audit", "fed", "rounds=3"], ["not both"]),

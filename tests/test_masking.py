@@ -221,12 +221,15 @@ def test_every_method_that_needs_means_gets_the_model_of_a_run_without_masks(tin
     assert masked[0][0]["refused"] == []
 
 
-def test_a_vote_is_a_mean_over_the_samples():
-    upload = {"model/w": torch.ones(2), "report/vote": torch.ones(()), "samples": torch.tensor(30)}
-    layout = masking.Layout(upload, by_samples=True)
-    against = upload | {"report/vote": torch.zeros(()), "samples": torch.tensor(10)}
+@pytest.mark.parametrize("by_samples", [True, False])
+def test_votes_and_losses_are_means_over_the_samples_whatever_a_model_counts(by_samples):
+    names = ("model/w", "report/vote", "loss/ce")
+    upload = dict.fromkeys(names, torch.ones(())) | {"samples": torch.tensor(30)}
+    layout = masking.Layout(upload, by_samples)
+    against = dict.fromkeys(names, torch.zeros(())) | {"samples": torch.tensor(10)}
     found = layout.means(layout.row(upload) + layout.row(against), 2)
-    assert found["report/vote"] == 0.75 and found["samples"] == 40 and found["model/w"].tolist() == [1, 1]
+    assert [found[name].item() for name in names] == [0.75 if by_samples else 0.5, 0.75, 0.75]
+    assert found["samples"] == 40
 
 
 def test_equal_weights_and_other_protocols(tiny_source):

@@ -115,7 +115,7 @@ def run(
     given = parse(keys or [])
     with _control(folder) as control:
         deployment = control.deployment
-        configure(**(deployment.config.flat() | given))  # a wrong key shows here
+        deployment.config.replace(**given)  # as the server does: a wrong key shows here
         if resume and deployment.run_folder is None:
             raise DeployError(f"{folder} has no run to go on with: leave --resume out")
         given["out"] = deployment.run_folder if resume else deployment.new_run_folder()

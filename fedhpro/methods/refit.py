@@ -58,12 +58,10 @@ def hard_means(z: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
     return means[:, :-1] / means[:, -1:].clamp_min(1e-12), counts
 
 
-def refitted(
-    points: Tensor, held: Tensor, weight: Tensor, bias: Tensor, steps: int = 100, lr: float = 0.01
-) -> tuple[Tensor, Tensor]:
+def refitted(points: Tensor, held: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Adam from h* on the points[K, C, d] of the classes that each client holds [K, C], all of one weight."""
     labels = torch.arange(len(weight), device=weight.device).expand(held.shape)[held]
-    return fit(points[held], labels, None, weight, bias, steps, lr)
+    return fit(points[held], labels, None, weight, bias)
 
 
 def fit(

@@ -62,9 +62,7 @@ def line_chart(
         return Markup("")
     log = log and min(values) > 0 and max(values) > 10 * min(values)
     ticks = _log_ticks(min(values), max(values)) if log else _ticks(min(values), max(values))
-    low, high = (
-        math.log10(end) if log else end for end in (min(values[0], *values, ticks[0]), max(*values, ticks[-1]))
-    )
+    low, high = (math.log10(end) if log else end for end in (min(*values, ticks[0]), max(*values, ticks[-1])))
     first, last = min(xs), max(xs)
 
     def across(value: float) -> float:
@@ -253,10 +251,8 @@ def _stroke(way: str, look: int, strong: bool) -> Markup:
 
 def _mark(x: float, y: float, look: int, kind: str, words: str) -> Markup:
     colour, r = f"f{look % COLOURS}", {"sample": 3.0, "hyper": 5.5, "prototype": 12.0}[kind]
-    if kind == "prototype":
-        return tag("path", d=_polygon(x, y, r, 4), class_=f"{colour} outlined", data_tip=words)
-    if kind == "hyper":
-        return tag("path", d=_polygon(x, y, r, 3), class_=f"{colour} outlined", data_tip=words)
+    if corners := {"prototype": 4, "hyper": 3}.get(kind):
+        return tag("path", d=_polygon(x, y, r, corners), class_=f"{colour} outlined", data_tip=words)
     shape = look // COLOURS % 3
     if shape == 0:
         return tag("circle", cx=x, cy=y, r=r, class_=f"{colour} sample", data_tip=words)

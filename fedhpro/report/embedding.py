@@ -15,6 +15,7 @@ from ..equations import class_means
 from ..errors import RunError, UserError
 from ..federation import load_source
 from ..files import DamagedFile, load_tensors
+from ..probe import KINDS
 from ..use import load_model
 from .charts import scatter
 from .markup import Markup, join, tag
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .picture import Picture
 
 SAMPLES = 400
-SERVER = {"S": "hyper-prototypes", "A": "anchors", "P": "global prototypes"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _server_vectors(folder: Path, dim: int, num_classes: int) -> tuple[torch.Ten
         state = load_tensors(path)[0] if path.is_file() else {}
     except DamagedFile as error:
         raise RunError(str(error)) from None
-    for name, kind in SERVER.items():
+    for name, kind in KINDS.items():
         if name in state and state[name].shape[0] == num_classes and state[name].shape[-1] == dim:
             found = state[name].float()
             return (found if found.dim() == 3 else found[:, None]), kind

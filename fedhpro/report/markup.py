@@ -36,14 +36,11 @@ def _attribute(key: str, value: Any) -> str:
 KEPT = {"viewBox": "viewBox"}
 
 
-def table(
-    header: list[Any], rows: list[list[Any]], caption: Any = "", marks: list[dict[str, Any]] | None = None
-) -> Markup:
+def table(header: list[Any], rows: list[list[Any]], marks: list[dict[str, Any]] | None = None) -> Markup:
     """A table that scrolls sideways where it is too wide. The first column names the row; `marks` are for its rows."""
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [
         tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:]), **(marks[i] if marks else {}))
         for i, row in enumerate(rows)
     ]
-    title = tag("caption", caption) if caption else ""
-    return tag("div", tag("table", title, tag("thead", head), tag("tbody", *body)), class_="wide", tabindex=0)
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide", tabindex=0)
