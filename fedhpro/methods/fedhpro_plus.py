@@ -2,7 +2,8 @@
 
 Each class has one anchor that never moves, on features of its own. Clients align their features with it (HPAL), it is
 the classifier as well, and batches are contrasted at five depths. Where clients lack classes alignment does harm, so
-they vote on it, and may have FedSA's margin instead, which ends. Besides the model nothing travels but the vote.
+they vote on it; if not, FedSA's margin takes its place, narrow enough to come to an end. Besides the model nothing
+travels but the vote.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .fedrcl import FedRCL
 from .fedsa import enlarged
 
 MAJORITY = 0.9  # of the samples: few clients that lack most classes do harm already
+MANY = 25  # classes: with fewer, pacing does harm
 NEARER = 1 / 8  # how much nearer than the others the own anchor is to be, in distances between two of them
 
 
@@ -97,7 +99,7 @@ class FedHProPlus(FedRCL):
         return terms
 
     def alignment(self, net: Net, z: Tensor, y: Tensor, logits: Tensor, context: Tensors) -> Tensor:
-        paced = net.num_classes >= 25 if self.paced is None else self.paced
+        paced = net.num_classes >= MANY if self.paced is None else self.paced
         pace = logits.detach().softmax(1).gather(1, y[:, None])[:, 0] if paced else None
         return eq.align(z, y, context["anchors"], weights=pace)
 
