@@ -268,6 +268,11 @@ def chosen_unnamed(keys: Mapping[str, Any]) -> str | None:
     return f"no method is named: {PRINTED}, since {reason}"
 
 
+def about_keys(keys: Mapping[str, Any], config: Config) -> list[str]:
+    """What is to be said of the keys that somebody gave: which chose the method, and which a run does not look at."""
+    return [*filter(None, [chosen_unnamed(keys)]), *without_effect(config, keys)]
+
+
 def without_effect(config: Config, given: Iterable[str]) -> list[str]:
     """Of the keys that somebody gave: those that this run does not look at, each in a sentence."""
     reasons = unused(config)
@@ -303,6 +308,11 @@ def unused(config: Config) -> dict[str, str]:
         for name, matters in keys.items()
         if not matters
     }
+
+
+def unseen_tests(config: Config) -> str:
+    """The ways to test that tell nothing of a client's samples: with data=sites the server has none of its own."""
+    return "evaluation=off" if config.data == SITES else "evaluation=central or off"
 
 
 def own_data(keys: Mapping[str, Any]) -> list[str]:

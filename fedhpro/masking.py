@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import wire
+from .config import unseen_tests
 from .errors import ConfigError
 from .methods.base import Tensors
 
@@ -374,7 +375,7 @@ def check(federation: Federation) -> None:
     if c.evaluation not in ("central", "off"):
         raise ConfigError(
             f"secure=true: evaluation={c.evaluation} would tell how many samples of each class a client holds out: "
-            "evaluation=central or off"
+            + unseen_tests(c)
         )
     if federation.per_round < FEWEST:
         raise ConfigError(f"secure=true: {federation.per_round} clients are in a round, and {FEWEST} are the fewest")

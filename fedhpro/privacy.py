@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from . import wire
+from .config import unseen_tests
 from .data.sources import SITES
 from .errors import ConfigError
 from .methods.base import Tensors
@@ -88,7 +89,7 @@ class Privacy:
         if c.evaluation not in ("central", "off"):
             raise ConfigError(
                 f"{what}: evaluation={c.evaluation} would tell every client's accuracy without noise: "
-                "evaluation=central or off"
+                + unseen_tests(c)
             )
         if self.where == "central" and c.robust != "off":
             raise ConfigError(f"{what}: what is released must be a noised sum, and robust={c.robust} makes no sum")

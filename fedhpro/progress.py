@@ -64,7 +64,7 @@ class Terminal(Callback):
 
     def round(self, record: dict[str, Any]) -> None:
         self.history.append(record)
-        for sentence in _warnings(record):  # as they are: a client's words must not be taken for markup
+        for sentence in warnings(record):  # as they are: a client's words must not be taken for markup
             console = self.live.console if self.live else self.console
             console.print(
                 f"round {record['round']}: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
@@ -152,7 +152,7 @@ def trouble(result: Result) -> str | None:
     return f"{refused} of {_count(sent, 'upload')} were refused, and {_count(idle, 'round')} changed nothing{hint}"
 
 
-def _warnings(record: dict[str, Any]) -> list[str]:
+def warnings(record: dict[str, Any]) -> list[str]:
     found = []
     if refused := record["refused"]:
         kept = "" if record["aggregated"] else f"; the model stays as it was: {record['not_aggregated']}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .config import Config, chosen_unnamed, configure, names_and_keys, parse, without_effect
+from .config import Config, about_keys, chosen_unnamed, configure, names_and_keys, parse, without_effect
 from .errors import ConfigError, DataError
 
 out, err = Console(), Console(stderr=True)
@@ -151,8 +151,7 @@ def _check_that_rows_differ(varied: Iterable[str], labels: Sequence[str], config
 
 def tell_about_keys(rows: Iterable[dict[str, Any]]) -> None:
     """Of each row's keys those that its runs do not look at, and those that chose its method where none is named."""
-    found = [[chosen_unnamed(keys), *without_effect(configure(**keys), keys)] for keys in rows]
-    for sentence in filter(None, dict.fromkeys(itertools.chain(*found))):
+    for sentence in dict.fromkeys(itertools.chain(*(about_keys(keys, configure(**keys)) for keys in rows))):
         err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

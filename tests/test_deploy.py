@@ -98,7 +98,8 @@ def fresh_consoles(monkeypatch):
 
 @pytest.fixture
 def federation(tmp_path, small_app):
-    return folder.Deployment.create(tmp_path / "fed", configure(), 3, ["fl.example.org", "192.0.2.7", "::1"], 9443)
+    config = folder.prepared({"classes": "a,b"}, 3)
+    return folder.Deployment.create(tmp_path / "fed", config, 3, ["fl.example.org", "192.0.2.7", "::1"], 9443)
 
 
 def contents(path):
@@ -205,6 +206,26 @@ def test_renew_add_and_revoke_change_what_they_say(federation):
         found.revoke("node-2")
 
 
+def test_a_run_that_goes_on_has_the_keys_that_it_was_given(federation):
+    def given(resume=False, **keys):
+        found = folder.Deployment.open(federation.path)
+        keys = found.run_with(keys, resume)
+        found.save()
+        return keys
+
+    first = given(method="fedavg", rounds="20")
+    assert first == {"method": "fedavg", "rounds": "20", "out": first["out"]}
+    assert given(resume=True) == first
+    assert given(resume=True, rounds="30") == given(resume=True) == first | {"rounds": "30"}
+    assert given().keys() == {"out"}
+
+
+def test_which_method_other_keys_chose_is_said(capsys, small_app, tmp_path):
+    for command in (["init", tmp_path / "a", "classes=a,b"], ["audit", "data=sites", "classes=a,b"]):
+        code, _, error = call(capsys, "deploy", *command, "M=0")
+        assert code == 0 and "no method is named: fedhpro, since M is a key of it" in error
+
+
 def test_systemd_accepts_the_units_which_start_what_is_there_and_may_write_nowhere_else(federation, tmp_path):
     sites = [(federation.site(node), "fedhpro-supernode.service", node.name) for node in federation.nodes]
     for path, name, place in [(federation.server, "fedhpro-superlink.service", "server"), *sites]:
@@ -253,6 +274,7 @@ def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
         (["init", "new", "roundz=3"], ["roundz", "rounds"]),
         (["init", "new"], ["classes=benign,malignant"]),
         (["init", "new", "classes=a,b", "clients=3"], ["clients", "--nodes"]),
+        (["init", "new", "classes=a,b", "privacy=local", "weights=equal"], ["without noise: evaluation=off"]),
         (["init", "new", "data=digits-lite"], ["20 clients", "2 nodes", "scenario=iid"]),
         (["status", "missing"], ["missing", "deploy init"]),
         (["register", "full"], ["full", "deploy init"]),
@@ -263,6 +285,9 @@ def test_insecure_is_asked_for_and_warned_about(capsys, tmp_path, small_app):
         (["run", "fed", "roundz=3"], ["roundz", "rounds"]),
         (["run", "fed", "method=fedavg"], ["does not answer"]),
         (["run", "fed", "--resume"], ["no run to go on with"]),
+        (["run", "fed", "clients=3"], ["clients", "deploy init"]),
+        (["run", "fed", "out=runs/mine"], ["out is not a key here"]),
+        (["run", "fed", "privacy=local", "noise=4"], ["weights=equal"]),
         (["serve", "full"], ["full", "server.crt"]),
         (["audit", "fed", "rounds=3"], ["not both"]),
     ],
@@ -315,8 +340,8 @@ def test_audit_lists_what_leaves_and_what_comes(capsys, federation):
     from fedhpro.federation import Federation
 
     code, text, _ = call(capsys, "deploy", "audit", federation.path, "--json")
-    rows = json.loads(text)
-    made = Federation(configure())
+    rows = [row for row in json.loads(text) if not row["tensor"].startswith("evaluation/")]  # see below
+    made = Federation(federation.config)
     for direction, expected in (("up", made.upload), ("down", made.sent())):
         found = {row["tensor"]: (row["shape"], row["bytes"]) for row in rows if row["direction"] == direction}
         assert found == {name: (list(value.shape), value.nbytes) for name, value in expected.items()}
@@ -552,7 +577,8 @@ def test_over_real_tls_only_the_operators_certificate_opens_control(federation, 
 
 @pytest.fixture
 def loopback(tmp_path, small_app, processes):
-    deployment = folder.Deployment.create(tmp_path / "fed", configure(), 2, port=free_port())
+    config = folder.prepared({"classes": "a,b"}, 2)
+    deployment = folder.Deployment.create(tmp_path / "fed", config, 2, port=free_port())
     return Loopback(deployment, processes)
 
 

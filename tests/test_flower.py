@@ -500,3 +500,16 @@ def test_the_simulation_runtime_gives_the_same_run(tmp_path, method):
         command = [sys.executable, "-m", "fedhpro", "run", "-q", *keys, f"engine={engine}", f"out={tmp_path / engine}"]
         subprocess.run(command, check=True, timeout=600)
     assert (tmp_path / "cpu/metrics.jsonl").read_bytes() == (tmp_path / "flower/metrics.jsonl").read_bytes()
+
+
+def test_the_log_says_where_a_round_changed_or_taught_nothing(caplog):
+    record = {"round": 3, "clients": [0, 1], "refused": [{"client": 1, "reason": "no"}], "aggregated": False}
+    with caplog.at_level("INFO"):
+        flower.RoundLog().round(record | {"not_aggregated": "too few"})
+        flower.RoundLog().round({"round": 4, "clients": [0], "refused": [], "aggregated": True, "loss": {"ce": 0.0}})
+        flower.RoundLog().round({"round": 5, "clients": [0], "refused": [], "aggregated": True, "loss": {"ce": 0.1}})
+    idle, useless, sound = caplog.messages
+    assert idle.splitlines() == [
+        "round 3: 2 clients, 1 refused", "  client 1: no", "  the model stays as it was: too few"
+    ]  # fmt: skip
+    assert "nothing was learned" in useless and sound == "round 5: 1 clients, 0 refused"

@@ -78,6 +78,27 @@ def test_a_site_takes_part_only_with_what_it_requires(grid, keys, takes_part):
     assert refused == reasons
 
 
+@pytest.mark.parametrize(
+    ("required", "keys", "takes_part"),
+    [
+        ("method=fedavg", {"method": "fedavg", "rounds": 3}, True),
+        ("method=fedavg", {"method": "fedhpro"}, False),
+        ("method=fedhpro M=0", {}, False),
+        ("preset=paper", {"preset": "paper", "seed": 3}, True),
+        ("preset=paper", {"preset": "paper", "lr": 0.5}, False),
+        ("preset=plus", {"preset": "paper"}, False),
+        ("secure=true evaluation=off", {"secure": True, "evaluation": "off"}, True),
+    ],
+)
+def test_a_site_may_require_a_method_or_a_preset(required, keys, takes_part):
+    text = configure(**keys).to_toml()
+    if takes_part:
+        flower.check_required(required, text)
+    else:
+        with pytest.raises(flower.SiteError, match=f"only with {required}"):
+            flower.check_required(required, text)
+
+
 class PowerCut(Callback):
     def round(self, record):
         if record["round"] == 1:

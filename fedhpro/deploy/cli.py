@@ -10,7 +10,7 @@ import typer
 from ..config import configure, parse
 from ..data.sources import SITES
 from ..errors import ConfigError
-from .commands import register_commands
+from .commands import register_commands, tell_about
 
 deploy_app = typer.Typer(
     name="deploy", help="Run a federation on real machines, over Flower with TLS and keys.", no_args_is_help=True
@@ -29,8 +29,10 @@ def app(
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: choose another")
-    config = configure(**({"engine": "flower"} | parse(keys or [])))
+    given = parse(keys or [])
+    config = configure(**({"engine": "flower"} | given))
     nodes = write_app(folder, config)
+    tell_about(given, config)
     simulated = f'--federation-config "num-supernodes={nodes} client-resources-num-cpus=1"'
     typer.echo(f"flwr run {folder} --stream" + ("" if config.data == SITES else f" {simulated}"))
 

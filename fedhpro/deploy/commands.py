@@ -7,13 +7,13 @@ import json
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from ..config import configure, names_and_keys, parse
+from ..config import Config, about_keys, configure, names_and_keys, parse
 from ..errors import UserError
 from .folder import DeployError, Deployment, prepared
 
@@ -46,7 +46,9 @@ def init(
 ) -> None:
     """Write the folder of a federation: CA, certificates, node keys, start scripts, the app, and who does what."""
     needs_flower()
-    made = Deployment.create(folder, prepared(parse(keys or []), nodes), nodes, host or (), port, insecure)
+    given = parse(keys or [])
+    made = Deployment.create(folder, prepared(given, nodes), nodes, host or (), port, insecure)
+    tell_about(given, made.config)
     if insecure:
         err.print(
             "WARNING: --insecure: whoever reaches the server's port can read everything and run code on every node",
@@ -115,12 +117,9 @@ def run(
     given = parse(keys or [])
     with _control(folder) as control:
         deployment = control.deployment
-        deployment.config.replace(**given)  # as the server does: a wrong key shows here
-        if resume and deployment.run_folder is None:
-            raise DeployError(f"{folder} has no run to go on with: leave --resume out")
-        given["out"] = deployment.run_folder if resume else deployment.new_run_folder()
-        number = control.start(folder / "app", given)
-        _print(f"started run {number}; its folder: {deployment.server / str(given['out'])}")
+        number = control.start(folder / "app", deployment.run_with(given, resume))
+        deployment.save()  # now that there is such a run
+        _print(f"started run {number}; its folder: {deployment.server / str(deployment.run_folder)}")
         if follow:
             for text in control.log(number):
                 print(text, end="", flush=True)
@@ -185,6 +184,7 @@ def audit(
         raise DeployError("audit takes one deployment's folder, or keys of a config, not both")
     config = Deployment.open(Path(folders[0])).config if folders else configure(**keys)
     rows = tensors(config)
+    tell_about(keys, config)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
@@ -248,6 +248,11 @@ def _check_port(host: str, port: int, setting: str) -> None:
 
 def _print(text: str) -> None:
     out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def tell_about(keys: dict[str, Any], config: Config) -> None:
+    for sentence in about_keys(keys, config):
+        err.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_expiry(deployment: Deployment) -> None:

@@ -38,10 +38,18 @@ class Deployment:
     """A folder with everything of one federation; federation.json remembers what the other files do not say."""
 
     def __init__(
-        self, path: Path, hosts: list[str], port: int, insecure: bool, nodes: list[Node], run_folder: str | None = None
+        self,
+        path: Path,
+        hosts: list[str],
+        port: int,
+        insecure: bool,
+        nodes: list[Node],
+        run_folder: str | None = None,
+        run_keys: dict[str, Any] | None = None,
     ) -> None:
         self.path, self.hosts, self.port, self.insecure, self.nodes = path, hosts, port, insecure, nodes
         self.run_folder = run_folder  # of the last run, in the server's folder
+        self.run_keys = run_keys or {}  # that it was given in place of the app's
         self.ca, self.server, self.operator = path / "ca", path / "server", path / "operator"
 
     @classmethod
@@ -69,7 +77,8 @@ class Deployment:
         try:
             found = json.loads((path / "federation.json").read_text(encoding="utf-8"))
             nodes = [Node(**node) for node in found["nodes"]]
-            return cls(path, found["hosts"], found["port"], found["insecure"], nodes, found["run_folder"])
+            last = found["run_folder"], found.get("run_keys")
+            return cls(path, found["hosts"], found["port"], found["insecure"], nodes, *last)
         except (FileNotFoundError, NotADirectoryError):
             raise DeployError(
                 f"{path} is not the folder of a deployment (no federation.json): `fedhpro deploy init {path}` makes one"
@@ -83,6 +92,7 @@ class Deployment:
         found = {
             "hosts": self.hosts, "port": self.port, "insecure": self.insecure,
             "nodes": [vars(node) for node in self.nodes], "run_folder": self.run_folder,
+            "run_keys": self.run_keys,
         }  # fmt: skip
         write_atomically(self.path / "federation.json", json.dumps(found, indent=2) + "\n")
 
@@ -165,10 +175,17 @@ class Deployment:
         self.save()
         return node
 
-    def new_run_folder(self) -> str:
-        self.run_folder = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        self.save()
-        return self.run_folder
+    def run_with(self, keys: dict[str, Any], resume: bool) -> dict[str, Any]:
+        """The keys of a new run, or of the last one with these in their place, and its folder on the server."""
+        if resume and self.run_folder is None:
+            raise DeployError(f"{self.path} has no run to go on with: leave --resume out")
+        refuse_others(keys)
+        keys = self.run_keys | keys if resume else keys
+        checked(self.config.replace(**keys), len({node.partition for node in self.nodes}))
+        if not resume:
+            self.run_folder = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        self.run_keys = keys
+        return keys | {"out": self.run_folder}
 
     def _write_app(self, config: Config) -> None:
         from .app import write_app
@@ -235,14 +252,17 @@ class Deployment:
 
 def prepared(keys: dict[str, Any], nodes: int) -> Config:
     """The config of a federation of so many nodes; without other keys, each site has its own data."""
-    for name in ("clients", "out", "engine"):
-        if name in keys:
-            raise DeployError(
-                f"{name} is not a key here: {'--nodes' if name == 'clients' else 'the deployment'} says it"
-            )
+    refuse_others(keys)
     if not 1 <= nodes <= MOST_NODES:
         raise DeployError(f"--nodes {nodes}: a federation has 1 to {MOST_NODES:,} nodes")
     return checked(configure(**({"data": "sites"} | keys | {"clients": nodes, "engine": "flower"})), nodes)
+
+
+def refuse_others(keys: dict[str, Any]) -> None:
+    for name in ("clients", "out", "engine"):
+        if name in keys:
+            who = "--nodes of `fedhpro deploy init`" if name == "clients" else "the deployment"
+            raise DeployError(f"{name} is not a key here: {who} says it")
 
 
 def checked(config: Config, nodes: int) -> Config:

@@ -30,7 +30,7 @@ from flwr.supercore.retry import RetryInvoker, make_simple_http_retry_invoker
 from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
 from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
 
-from ..config import parse
+from ..config import configure, parse
 from .folder import DeployError
 
 log = logging.getLogger("flwr")
@@ -49,7 +49,7 @@ def run(
     check_data(data)
     node_config = f"partition-id={partition}"
     if require:
-        parse(require.split())  # what is no KEY=VALUE is said now
+        configure(**parse(require.split()))  # what can never be is said now
         node_config += f' require="{require}"'
     if data:
         memory.mkdir(mode=0o700, parents=True, exist_ok=True)

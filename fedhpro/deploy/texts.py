@@ -45,7 +45,8 @@ SITE_CONF = """\
 # Empty: this node's share of the public data that the federation's config names (a rehearsal on one machine).
 : "@{DATA:=}"
 # Keys that the operator's config must have, or this site does not take part; for instance
-# "privacy=local noise=40 epsilon=8", or "secure=true evaluation=off". Empty: whatever the operator signs.
+# "privacy=local noise=40 epsilon=8", "secure=true evaluation=off", or a method: "method=fedavg". Empty: whatever the
+# operator signs.
 : "@{REQUIRE:=}"
 # What this node remembers between rounds and restarts:
 : "@{MEMORY:=@PWD/memory}"
@@ -168,8 +169,9 @@ $contents
 
 ## What leaves this machine
 
-Tensors only: model weights and class-wise statistics, with counts of samples; never samples. Which ones exactly,
-with shapes and bytes, the operator can show you: `fedhpro deploy audit`. Test accuracies are computed here, on
+Tensors only, never samples: model weights, and what the method asks of a client besides, with counts of samples. That
+is class-wise statistics, or with the default method a vote: whether this site's classes are mixed. Which tensors
+exactly, with shapes and bytes, the operator can show you: `fedhpro deploy audit`. Test accuracies are computed here, on
 samples that you hold out.
 $trust
 If this key is lost or stolen, tell the operator, who shuts it out with one command and sends you a new folder.

@@ -63,6 +63,7 @@ from ..errors import ConfigError, FederationStalled, RunError, UserError  # noqa
 from ..files import packed, write_atomically  # noqa: E402
 from ..memories import ClientMemories  # noqa: E402
 from ..methods.base import Tensors  # noqa: E402
+from ..progress import warnings  # noqa: E402
 from ..training import LOSS  # noqa: E402
 from ..version import __version__  # noqa: E402
 from .cpu import HELD_OUT, Answer, InProcess, Memories, Record, Test, one_thread  # noqa: E402
@@ -524,6 +525,7 @@ class RoundLog(Callback):
 
     def round(self, record: Record) -> None:
         refused = [f"client {entry['client']}: {entry['reason']}" for entry in record["refused"]]
+        notes = warnings(record | {"refused": []})
         accuracy = record.get("accuracy", {}).get("AVG")
         log.info(
             "round %d: %d clients, %d refused%s%s",
@@ -531,7 +533,7 @@ class RoundLog(Callback):
             len(record["clients"]),
             len(refused),
             "" if accuracy is None else f", accuracy {accuracy:.1f}",
-            "".join(f"\n  {line}" for line in refused),
+            "".join(f"\n  {line}" for line in [*refused, *notes]),
         )
 
 
@@ -694,8 +696,12 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
 def check_required(required: str, text: str) -> None:
     """Whether the server's config has what this site asks for: the keys that it requires would change nothing."""
     if required:
-        keys = tomllib.loads(text)
-        if configure(**(keys | parse(required.split()))) != configure(**keys):
+        config = configure(**tomllib.loads(text))
+        try:
+            satisfied = config.replace(**parse(required.split())) == config
+        except ConfigError:  # keys of another method, or settings that do not go with the others
+            satisfied = False
+        if not satisfied:
             raise SiteError(f"this site takes part only with {required}")
 
 
