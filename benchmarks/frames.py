@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedhpro.methods.base import Client, Net, NonNegative, Tensors
-from fedhpro.methods.fedhpro_plus import mixture
 from fedhpro.methods.fedhpro_variants import FedHProVariants
 from fedhpro.methods.fedrcl import FedRCL
 from fedhpro.methods.fedsa import enlarged
+from fedhpro.methods.mixture import mixture
 
 
 @dataclass(frozen=True)

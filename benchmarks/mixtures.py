@@ -14,7 +14,7 @@ import torch
 from fedhpro.config import configure
 from fedhpro.errors import DataError
 from fedhpro.federation import Federation
-from fedhpro.methods.fedhpro_plus import mixture
+from fedhpro.methods.mixture import mixture
 
 LABELS = {"data": "digits-lite", "split": "validation", "scenario": "nid1"}
 FEDERATIONS: dict[str, dict[str, Any]] = {

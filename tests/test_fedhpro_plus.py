@@ -13,8 +13,9 @@ from fedhpro.config import configure
 from fedhpro.engines.cuda import Seat
 from fedhpro.errors import ConfigError
 from fedhpro.methods import fedhpro_plus
-from fedhpro.methods.fedhpro_plus import FedHProPlus, frame, mixture
+from fedhpro.methods.fedhpro_plus import FedHProPlus, frame
 from fedhpro.methods.fedrcl import FedRCL
+from fedhpro.methods.mixture import mixture
 
 
 @pytest.mark.parametrize("classes, dim", [(10, 512), (7, 512), (3, 3), (4, 9), (397, 512)])

@@ -8,7 +8,6 @@ travels but the vote.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +21,7 @@ from ..errors import ConfigError
 from .base import Client, Net, NonNegative, Tensors
 from .fedrcl import FedRCL
 from .fedsa import enlarged
+from .mixture import mixture
 
 MAJORITY = 0.9  # of the samples: few clients that lack most classes do harm already
 MANY = 25  # classes: with fewer, pacing does harm
@@ -32,19 +32,6 @@ def frame(classes: int, dim: int) -> Tensor:
     """Anchors [C, d] of length sqrt(d), at right angles, without negative coordinates: features are behind a ReLU."""
     own = torch.arange(dim) * classes // dim == torch.arange(classes)[:, None]
     return F.normalize(own.float(), dim=1) * dim**0.5
-
-
-def mixture(counts: Tensor) -> Tensor:
-    """How mixed a client's labels are, from 0 (one class) to 1: the effective number of its classes beyond one, over
-    that of as many labels drawn evenly. A few samples cannot show all of many classes, and are not blamed for it.
-    """
-    n, C = counts.sum().double(), len(counts)
-    held = torch.arange(int(n) + 1, device=n.device, dtype=torch.float64)  # of one class, if labels are drawn evenly
-    ways = torch.lgamma(n + 1) - torch.lgamma(held + 1) - torch.lgamma(n - held + 1)
-    chance = (ways + torch.xlogy(n - held, 1 - 1 / C) - held * math.log(C)).exp()  # binomial
-    drawn_evenly = n.log() - C / n * (chance * torch.xlogy(held, held)).sum()  # its expected entropy, log C for many
-    entropy = torch.special.entr(counts / n).sum()
-    return (entropy.expm1() / drawn_evenly.expm1().clamp_min(1e-9)).clamp_max(1)
 
 
 @dataclass(frozen=True)
