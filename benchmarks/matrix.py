@@ -1,12 +1,13 @@
 """Many runs side by side on one machine, each in a process of its own, until a deadline; what is done stays.
 
     python benchmarks/matrix.py JOBS.json OUT --parallel 6 --seconds 500
+    python benchmarks/matrix.py results/jobs.json OUT --beside results       only what is not in results yet
 
 JOBS.json is a list of {"into": GROUP, "keys": {keys of all runs}, "seeds": [0, 1, 2], "runs": {NAME: {its own keys}}}.
 All runs of a group's first seed come first, so that a deadline leaves whole seeds; jobs may be added while runs go on.
 OUT/runs/GROUP/NAME-seedN is the run folder; a run that a deadline cut off goes on from its last checkpoint when the
 command is given again. OUT/GROUP.jsonl has a line for each run: its keys, and the accuracies, losses and logs of the
-server at the evaluated rounds (--seconds 0: only writes these).
+server at the evaluated rounds (--seconds 0: only writes these, and says how many runs are left).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from tables import read
 
 from fedhpro.evaluation import differs
 from fedhpro.matrix import gpu_share, use_of_gpu
@@ -87,6 +90,15 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def measured(jobs: dict[str, dict[str, Any]], results: Path) -> set[str]:
+    """Those of the jobs that have a line in this folder already, up to their last round."""
+    files = {path.stem: path for path in results.glob("*.jsonl")}
+    groups = {name.split("/")[0] for name in jobs} & files.keys()
+    return {
+        f"{group}/{name}-seed{seed}" for group in groups for name, runs in read(files[group]).items() for seed in runs
+    }
+
+
 def collect(jobs: dict[str, dict[str, Any]], out: Path) -> int:
     groups: dict[str, list[str]] = {}
     for name, keys in jobs.items():
@@ -103,19 +115,22 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--beside", type=Path, metavar="RESULTS", help="leave out runs that this folder has a line of")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # which ends the runs too
     context, share = multiprocessing.get_context("spawn"), gpu_share(options.parallel)
     jobs, waiting = jobs_of(options.jobs), list[str]()
+    before = measured(jobs, options.beside) if options.beside else set[str]()
     started, running, begun = time.monotonic(), list[tuple[Any, str]](), Counter[str]()
-    while time.monotonic() - started < options.seconds:
+    while True:
         jobs = jobs_of(options.jobs)
-        todo = [name for name in jobs if not (options.out / "runs" / name / "result.json").exists()]
+        whole = before | {name for name in jobs if (options.out / "runs" / name / "result.json").exists()}
+        todo = [name for name in jobs if name not in whole]
         running = [(process, name) for process, name in running if process.is_alive()]
         busy = {name for _, name in running}
         waiting = [name for name in todo if name not in busy and begun[name] < 2]  # one that failed has another try
-        if not waiting and not running:
+        if not (waiting or running) or time.monotonic() - started >= options.seconds:
             break
         if waiting and len(running) < options.parallel:
             name = waiting[0]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 def tool(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # matrix.py imports tables.py
     spec.loader.exec_module(module)
     return module
 
@@ -157,6 +157,7 @@ def test_a_matrix_of_runs_is_kept_in_a_line_each(tmp_path):
     assert matrix.collect(found, tmp_path) == 1  # the other one has not been run
     runs = tables.read(tmp_path / "tiny.jsonl")
     assert [record["round"] for record in runs["a"][0]["rounds"]] == [1, 2]
+    assert matrix.measured(found, tmp_path) == {"tiny/a-seed0"}  # is not run again beside these results
     assert "AVG final" in tables.table(tmp_path / "tiny.jsonl")
     matrix.one(name, keys, tmp_path)  # goes on, and has nothing left to do
 
