@@ -1,4 +1,4 @@
-"""How mixed labels are (docs/plus.md): the least of a federation's clients, with seeds 0 to 2.
+"""How mixed labels are (docs/plus-elsewhere.md): the least of a federation's clients, with seeds 0 to 2.
 
     python benchmarks/mixtures.py
 

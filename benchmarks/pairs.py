@@ -1,4 +1,4 @@
-"""A hundred classes: two digits of digits-lite side by side, by domain (docs/plus.md).
+"""A hundred classes: two digits of digits-lite side by side, by domain (docs/plus-elsewhere.md).
 
     python benchmarks/pairs.py OUT.jsonl --seeds 5 6 7 --parallel 2
     python benchmarks/pairs.py OUT.jsonl --digits 5                     25 classes: pairs of the digits 0 to 4

@@ -1,4 +1,4 @@
-"""One class is rare, at every site alike: digits-lite by domain, "seven" or "other" (docs/plus.md).
+"""One class is rare, at every site alike: digits-lite by domain, "seven" or "other" (docs/plus-elsewhere.md).
 
     python benchmarks/rare.py OUT.jsonl --seeds 5 6 7 --parallel 2
 
