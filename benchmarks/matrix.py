@@ -43,7 +43,7 @@ def one(name: str, keys: dict[str, Any], out: Path, share: tuple[int, int] | Non
     torch.set_num_threads(1)
     import fedhpro
 
-    if keys.get("method") in ("awake", "frames"):
+    if keys.get("method") in ("awake", "frames", "informed"):
         importlib.import_module(keys["method"])  # registers it
 
     folder = out / "runs" / name

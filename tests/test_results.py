@@ -242,3 +242,31 @@ def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers
     assert same == pytest.approx(printed, rel=1e-4)
     assert len(others) == 5 and others.pop(3) == {}  # a frame is not a descent
     assert all(each["L_GM"] < each["L_GM_start"] for each in others)
+
+
+INFORMED = """
+import json, sys
+import torch
+import torch.nn.functional as F
+import informed, fedhpro
+from fedhpro.methods.fedhpro_plus import frame
+tiny, out = json.loads(sys.argv[1]), sys.argv[2]
+step = torch.randn(10, 128, generator=torch.Generator().manual_seed(0))
+found = informed.matched(step)
+sizes = sorted((found > 0).sum(1).tolist()) == sorted((frame(10, 128) > 0).sum(1).tolist())
+print("shared", bool(((found > 0).sum(0) == 1).all()), sizes, bool((found.norm(dim=1) - 128**0.5).abs().max() < 1e-4))
+print("cosines", *(float(F.cosine_similarity(a, step).mean()) for a in (found, frame(10, 128))))
+print("itself", bool((informed.matched(frame(10, 128)) == frame(10, 128)).all()))
+for by in ("step", "nothing", "turned"):
+    fedhpro.run(tiny | {"method": "informed", "by": by, "out": f"{out}/{by}"})
+"""
+
+
+def test_features_are_shared_out_to_match_a_step_of_the_classifier(tmp_path):
+    command = [sys.executable, "-c", INFORMED, json.dumps(TINY | {"local_steps": 1}), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
+    assert told["shared"] == ["True"] * 3 and told["itself"] == ["True"]
+    ours, before = map(float, told["cosines"])
+    assert ours > 0.4 and abs(before) < 0.1
