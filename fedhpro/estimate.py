@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import accounting, models
 from .config import Config
-from .data import digits_lite
+from .data import digits_lite, text
 from .data.catalog import CATALOG
 from .models import GROUPS
 
@@ -19,7 +19,10 @@ from .models import GROUPS
 SPEED = {"cpu": (4e10, 0.004), "flower": (4e10, 0.004), "cuda": (5e13, 0.0007)}
 START = 2.0  # seconds before the first round and after the last
 Sizes = tuple[float, int, tuple[int, ...], int]  # samples to train and to test on, shape, classes
-EMBEDDED: dict[str, Sizes] = {"digits-lite": (3600, 3200, (3, 32, 32), 10), "docs-lite": (4000, 1600, (200,), 4)}
+EMBEDDED: dict[str, Sizes] = {
+    "digits-lite": (3600, 3200, (3, 32, 32), 10),
+    "docs-lite": (4000, 1600, (text.LENGTH,), 4),
+}
 VOCAB = 10_000  # about
 RUNTIME_MB = 500  # of Python, torch and this package
 
@@ -77,7 +80,7 @@ def _sizes(config: Config) -> Sizes:
     if config.data in CATALOG:
         dataset = CATALOG[config.data]
         train, test, classes = *dataset.counts, dataset.num_classes
-        shape = (3, *dataset.size) if dataset.kind == "image" else (200,)
+        shape = (3, *dataset.size) if dataset.kind == "image" else (text.LONGEST,)
     if config.scenario == "domains":
         train = sum(count * samples for count, samples in _allocation(config))
     elif config.rho is not None:
