@@ -123,6 +123,21 @@ def differences(path: Path, others: list[str]) -> str:
     return "\n".join(lines)
 
 
+def matched(path: Path) -> list[str]:
+    """Rows: each run that was made with frozen hyper-prototypes too (NAME-M0), minus that one, paired by seed."""
+    runs, rows = read(path), []
+    for name in [name for name in runs if f"{name}-M0" in runs or (name == "fedhpro" and "M0" in runs)]:
+        frozen = runs.get(f"{name}-M0") or runs["M0"]
+        both = sorted(runs[name].keys() & frozen.keys())
+        cells = [path.stem, name, str(len(both))]
+        for measure in (final, last5):
+            gaps = [measure(runs[name][seed]) - measure(frozen[seed]) for seed in both]
+            error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
+            cells.append(f"{statistics.fmean(gaps):+.2f}{error}")
+        rows += [f"| {' | '.join(cells)} |"] if both else []
+    return rows
+
+
 def rounds_to(path: Path, wanted: list[float]) -> str:
     """The first evaluated round with each accuracy, mean over the seeds; in brackets how many of them reach it."""
     lines = [f"| rounds to | {' | '.join(f'{each:g} %' for each in wanted)} |", "|---" + "|---:" * len(wanted) + "|"]
@@ -230,9 +245,14 @@ def main() -> None:
     parser.add_argument("--rounds-to", nargs="+", type=float, default=[], help="per cent")
     parser.add_argument("--fairness", action="store_true")
     parser.add_argument("--swings", type=int, default=0, metavar="N", help="over the last N evaluations")
+    parser.add_argument("--matched", action="store_true", help="only matched hyper-prototypes minus frozen ones")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--matching", type=Path, help="a figure of L_GM")
     options = parser.parse_args()
+    if options.matched:
+        print("| results | run | seeds | final, matched minus frozen | last five |\n|---|---|---:|---:|---:|")
+        print("\n".join(row for path in options.files for row in matched(path)))
+        return
     for path in options.files:
         print(f"\n{path.stem}\n\n" + (heads_table(path) if path.stem == "heads" else table(path)))
         if options.against:

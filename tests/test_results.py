@@ -41,11 +41,11 @@ tables, matrix = tool("tables"), tool("matrix")
         ("digits-global", "RESULTS"),
         ("digits-hp", "RESULTS"),
         ("digits-prototypes", "RESULTS"),
-        ("cifar10-lt-100", "RESULTS"),
-        ("cifar10-lt-50", "RESULTS"),
-        ("cifar10-lt-10", "RESULTS"),
-        ("cifar10-lt-100-small", "RESULTS"),
-        ("cifar10-labels", "RESULTS"),
+        ("cifar10-lt-100", "skews"),
+        ("cifar10-lt-50", "skews"),
+        ("cifar10-lt-10", "skews"),
+        ("cifar10-lt-100-small", "skews"),
+        ("cifar10-labels", "skews"),
         ("office-caltech-nearest", "RESULTS"),
         ("digits-lite", "comparison"),
         ("precision", "gpu"),
@@ -101,13 +101,30 @@ def test_the_default_loses_to_the_papers_method_and_its_control_nowhere(group):
 
 
 def test_of_runs_that_were_cut_off_every_evaluation_is_shown():
-    path, written = ROOT / "results/cifar10-labels-paper.jsonl", (ROOT / "docs/RESULTS.md").read_text(encoding="utf-8")
+    path, written = ROOT / "results/cifar10-labels-paper.jsonl", (ROOT / "docs/skews.md").read_text(encoding="utf-8")
     assert not tables.read(path)
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     assert tables.read(Path(f"{path}@30")).keys() == {run["run"].removesuffix("-seed0") for run in runs}
     for run in runs:
         assert " | ".join(f"{each['accuracy']['AVG']:.2f}" for each in run["rounds"][:-1]) in written, run["run"]
         assert f"{run['rounds'][-1]['accuracy']['AVG']:.2f}" in written, run["run"]
+
+
+OF_MATCHING = ["office-caltech.jsonl+results/office-caltech-confirm", "digits.jsonl+results/digits-confirm"]
+OF_MATCHING += ["cifar10-labels-paper.jsonl@30", "cifar10-labels", "ag-news", "docs-lite", "digits-lite"]
+OF_MATCHING += [f"cifar10-lt-{rho}" for rho in ("100", "50", "10", "100-small")]
+OF_MATCHING += [f"digits-lite-{name}" for name in ("quarter", "quarter-labels", "mixed")]
+OF_MATCHING += [f"digits-lite-labels-{alpha}-confirm" for alpha in (0.2, 0.5)]
+
+
+def test_matched_minus_frozen_shows_what_was_measured(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    section = (ROOT / "docs/matching.md").read_text(encoding="utf-8").split("\n## ")[1]
+    shown = sorted(
+        row.split(" | ", 1)[1] for row in section.splitlines() if row.startswith("| ") and "seeds" not in row
+    )
+    measured = [tables.matched(Path("results") / (f if "@" in f else f"{f}.jsonl")) for f in OF_MATCHING]
+    assert shown == sorted(row.split(" | ", 2)[2] for (row,) in measured)
 
 
 @pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
