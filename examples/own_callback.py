@@ -1,4 +1,4 @@
-"""A callback of your own, in ten lines: python examples/own_callback.py [FOLDER]
+"""A callback of your own, in ten lines: python examples/own_callback.py [NEW_FOLDER]
 
 It ends a run whose mean accuracy has not improved for some rounds. docs/callbacks.md has the other hooks.
 """
@@ -34,7 +34,9 @@ def main(folder: Path, **keys: Any) -> fedhpro.Result:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and Path(sys.argv[1]).exists():
+        sys.exit(f"{sys.argv[1]} exists: name a new folder")
+    elif len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
         with tempfile.TemporaryDirectory() as name:

@@ -1,7 +1,7 @@
-"""Your own pictures, from a folder to a prediction: python examples/own_data.py [FOLDER]
+"""Your own pictures, from a folder to a prediction: python examples/own_data.py [NEW_FOLDER]
 
 Two hospitals hold pictures of three findings and cannot share them. Here they are drawn; with pictures of your own,
-`from_folder` is all that is needed. Everything is written under FOLDER (or a temporary one).
+`from_folder` is all that is needed. Everything is written under NEW_FOLDER (or a temporary one).
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main(folder: Path) -> Prediction:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and Path(sys.argv[1]).exists():
+        sys.exit(f"{sys.argv[1]} exists: name a new folder")
+    elif len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
         with tempfile.TemporaryDirectory() as name:

@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """What needs more than torch is imported when it is first used: a federation's client needs none of it."""
     if name in ("Config", "ConfigError", "configure"):

@@ -229,7 +229,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
     out_file: Annotated[
         Path | None,
-        typer.Option("--out", help="The page. \\[default: report.html, in the run folder where there is one run]"),
+        typer.Option("--out", help="The page. \\[default: report.html, in the folder where one is named]"),
     ] = None,
     tsne: Annotated[bool, typer.Option(help="A t-SNE of the features of each setting: some seconds.")] = True,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
@@ -237,8 +237,7 @@ def report(
     """One self-contained HTML page of a run, or of several side by side."""
     from .report.page import write_report
 
-    single = len(folders) == 1 and (folders[0] / "config.toml").is_file()
-    target = out_file or (folders[0] / "report.html" if single else Path("report.html"))
+    target = out_file or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     for problem in write_report(folders, target, tsne=tsne):
         _warn(f"left out: {problem}")
     _say(f"wrote {target}")

@@ -56,7 +56,7 @@ def data_get(
             store.read(folder).check_sums()
             out.print(f"{dataset.name} is in the cache already, and whole: {folder}", highlight=False, soft_wrap=True)
             return
-    _say(_with_progress(lambda track: ingest.fetch(dataset, track)))
+    _say(dataset, _with_progress(lambda track: ingest.fetch(dataset, track)))
 
 
 def bring(name: str) -> None:
@@ -79,7 +79,7 @@ def data_import(
     from .data import ingest
 
     dataset = find(name)
-    _say(_with_progress(lambda track: ingest.import_files(dataset, path, track)))
+    _say(dataset, _with_progress(lambda track: ingest.import_files(dataset, path, track)))
 
 
 @data_app.command("verify")
@@ -149,10 +149,13 @@ def _with_progress(work: Callable[[Any], T]) -> T:
         return work(progress.track)
 
 
-def _say(stored: Any) -> None:
+def _say(dataset: Dataset, stored: Any) -> None:
     for domain in stored.domains:
         train, test = (stored.samples(domain, split) for split in ("train", "test"))
         out.print(f"{domain}: {train:,} to train and {test:,} to test on", highlight=False)
+        if len(stored.domains) == 1 and (train, test) != dataset.counts:  # of several domains, one may be a substitute
+            whole, of_tests = dataset.counts
+            err.print(f"the whole {dataset.title} has {whole:,} and {of_tests:,}", style="yellow", highlight=False)
     size = f"{stored.bytes / 2**20:,.0f} MiB"
     out.print(f"in the cache: {escape(str(stored.folder))} ({size})", highlight=False, soft_wrap=True)
 

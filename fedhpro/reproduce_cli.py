@@ -58,7 +58,7 @@ def reproduce(
     chosen = [*(experiments.names() if everything else ()), *given]
     if not chosen:
         for name in experiments.names():
-            out.print(f"{name:22} {experiments.load(name).title}", markup=False, highlight=False)
+            out.print(f"{name:22} {experiments.load(name).title}", markup=False, highlight=False, soft_wrap=True)
         return
     loaded = [experiments.load(name) for name in dict.fromkeys(chosen)]
     loaded = [experiments.quick(experiment) for experiment in loaded] if quick else loaded

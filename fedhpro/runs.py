@@ -131,6 +131,11 @@ def run(
     else:
         config = configure(**(dict(config or {}) | keys))
     if source is not None:
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"source takes what from_folder, from_csv or from_tensors gives, not {source!r:.40}: a name or a path "
+                "goes into data, as in data='folder:PATH'"
+            )
         config = config.model_copy(update={"data": f"python:{source.name}"})  # so that no record claims other data
     federation = Federation(config, source, grid)  # shows what is wrong with the config, before there is any file
     check_disk(*federation.memory_need(), Path("runs" if config.out == "auto" else config.out, MEMORIES))

@@ -85,6 +85,8 @@ def step(
 ) -> None:
     """One step of any method; its terms are added to `totals`. A GPU engine captures exactly this."""
     terms = method.loss(net, frozen, x, y, context)
+    if not isinstance(terms, dict):
+        raise TypeError(f"{method.name}: loss returns named terms, as in {{'ce': ...}}, not a {type(terms).__name__}")
     optimizer.zero_grad()
     functools.reduce(torch.add, terms.values()).backward()
     optimizer.step()

@@ -62,7 +62,8 @@ def test_what_is_embedded(capsys):
 
 def test_import_and_verify(capsys, folder):
     code, text, error = call(capsys, "data", "import", "CIFAR_10", write(folder / "some.npz"))
-    assert (code, error) == (0, "") and "cifar10: 20 to train and 10 to test on" in text
+    assert code == 0 and "cifar10: 20 to train and 10 to test on" in text
+    assert error == "the whole CIFAR-10 has 50,000 and 10,000\n"
     assert str(store.folder_of("cifar10")) in text
     code, text, error = call(capsys, "data", "verify")
     assert (code, error) == (0, "") and text.startswith("ok cifar10: cifar10 20 / 10")

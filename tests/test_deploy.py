@@ -4,6 +4,7 @@ import asyncio
 import base64
 import configparser
 import hashlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from conftest import call
+from rich.console import Console
 
 from fedhpro import cli
 from fedhpro.config import configure
@@ -320,6 +322,28 @@ def test_status_without_a_server_still_shows_the_certificates(capsys, federation
         "[red]certificate of server: expired 3 days ago[/]",
         "[yellow]certificate of operator: ends in 12 days[/]",
     ]
+
+
+def test_status_says_under_the_table_why_a_run_failed():
+    run = {
+        "id": 2**64 - 1,
+        "status": "finished: completed",
+        "details": "no client came " * 20,
+        "started": "2026-11-19T21:02:44Z",
+    }
+    found = {"server": "here", "expires_in_days": {}, "nodes": [], "round": None}
+    found["runs"] = [run | {"bytes_down": 10_009_962, "bytes_up": 0}]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status.view(found), soft_wrap=True)
+    row, why = console.file.getvalue().splitlines()[-2:]
+    assert row.split() == [str(2**64 - 1), "finished:", "completed", "2026-11-19", "21:02", "10.0", "0.0"]
+    assert why == f"run {2**64 - 1}: {run['details']}"
+
+
+def test_flowers_programs_are_found_without_an_activated_environment(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    gate.find_programs()
+    assert shutil.which("flower-superexec") and shutil.which("flwr-serverapp")
 
 
 def test_watch_goes_on_until_it_is_told_to_stop(capsys, federation, monkeypatch):

@@ -1,6 +1,7 @@
 """The Flower engine: the same bits as in this process, and no harm from nodes that misbehave."""
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from fedhpro.data import sources
 from fedhpro.data.sites import SiteError, site_data
 from fedhpro.engines import flower
 from fedhpro.engines.flower import from_record, to_record
-from fedhpro.errors import ConfigError, FederationStalled
+from fedhpro.errors import ConfigError, FederationStalled, RunError
 from fedhpro.federation import Federation
 from fedhpro.methods import METHODS
 
@@ -487,6 +488,16 @@ def test_the_app_folder_is_one_that_flower_accepts(tmp_path):
     assert type(server).__name__ == "ServerApp"
     again = CliRunner().invoke(app, ["deploy", "app", str(folder)])
     assert again.exit_code != 0
+
+
+def test_a_mistake_of_a_user_is_one_sentence_in_the_log(caplog):
+    flowers = logging.getLogger("flwr.test")
+    flowers.addFilter(flower.one_sentence)
+    for error in (RunError("the run goes on elsewhere"), KeyError("a bug")):
+        flowers.error("%s raised an exception", "ServerApp", exc_info=error)
+    mistake, bug = caplog.records
+    assert mistake.getMessage() == "the run goes on elsewhere" and not mistake.exc_info
+    assert bug.getMessage() == "ServerApp raised an exception" and bug.exc_info
 
 
 # --- the real simulation runtime -----------------------------------------------------------------------------------

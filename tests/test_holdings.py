@@ -105,6 +105,14 @@ def test_the_area_of_a_bubble_is_the_number_of_samples(monkeypatch):
     assert areas[1:] == [pytest.approx(n / 400 * 19**2) for n in (25, 100, 400)]
 
 
+def test_bubbles_of_few_clients_and_classes_do_not_touch(monkeypatch, tmp_path):
+    rooms = []
+    monkeypatch.setattr(holdings, "_bubbles", lambda *given: rooms.append(given[-1]))
+    for clients, classes in ((2, 2), (20, 10)):
+        draw_holdings(random_clients(clients, classes), names(classes), tmp_path / "holdings.png")
+    assert rooms == [72 * holdings.CELL] * 2
+
+
 def test_names_are_not_formulas(tmp_path):
     """More domains than colours, one client each; names that mathtext and markup would choke on."""
     odd = [r"$\frac$", "[bold]", "a" * 60]

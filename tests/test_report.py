@@ -328,6 +328,8 @@ def test_the_command(runs, tmp_path, capsys, monkeypatch):
     code, said, complained = report(runs[0].parent, "missing", "--no-tsne")
     assert code == 0 and "wrote report.html" in said and "left out: missing" in complained
     assert "4 runs" in Outline(Path("report.html").read_text()).text
+    code, said, _ = report(runs[0].parent, "--no-tsne")  # as `compare` leaves them: in their folder
+    assert code == 0 and f"wrote {runs[0].parent / 'report.html'}" in said.replace("\n", "")
     code, said, complained = report("missing")
     assert (code, said) == (2, "") and complained.count("\n") == 1
     code, _, complained = report(runs[0], "--out", runs[0] / "config.toml" / "x.html", "--no-tsne")

@@ -11,18 +11,21 @@ from conftest import TINY, call, tiny
 from PIL import Image
 from rich.console import Console
 
+import fedhpro
 from fedhpro import runs
 from fedhpro.attacks import Attack
 from fedhpro.comparison import Comparison, _folder_names, entries, table
 from fedhpro.config import configure, without_effect
-from fedhpro.data.own import from_folder, from_tensors
-from fedhpro.errors import ConfigError, RunError
+from fedhpro.data.own import from_csv, from_folder, from_tensors
+from fedhpro.errors import ConfigError, DataError, RunError
 from fedhpro.evaluation import headline, rounds_to_accuracy
 from fedhpro.federation import Federation
 from fedhpro.heads import NAMES, heads
+from fedhpro.methods import Method
 from fedhpro.nearest import latest, logits
 from fedhpro.probe import local_accuracies
 from fedhpro.progress import Terminal, trouble
+from fedhpro.training import step
 from fedhpro.use import predict, read_images
 
 SMALL = ["local_steps=1", "clients_per_domain=1", "workers=0"]
@@ -329,6 +332,47 @@ def test_progress_says_steps_and_takes_no_site_for_markup():
         terminal.round(federation.next_round())
     assert "2 rounds of 1 step, seed 0" in stream.getvalue()
     assert "dark[b] " in stream.getvalue().splitlines()[1]
+
+
+@pytest.mark.parametrize("source", ["folder:data", (1, 2)], ids=str)
+def test_a_source_that_is_none_is_one_sentence(source):
+    with pytest.raises(ConfigError, match=r"source takes what from_folder, .* gives, not .*data='folder:PATH'"):
+        runs.run(source=source)
+
+
+def test_an_option_of_own_data_that_there_is_not_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match="no option 'sizes': choose from size, test_share"):
+        from_folder(tmp_path, sizes=64)
+    with pytest.raises(DataError, match=r"no option 'label': choose from .*label_column"):
+        from_csv(tmp_path / "list.csv", label="finding")
+    with pytest.raises(DataError, match=r"no option 'site': choose from .*sites"):
+        from_tensors([], [], site=[])
+
+
+def test_a_list_of_whole_numbers_is_not_taken_for_floats():
+    with pytest.raises(DataError, match="not int64: convert it to uint8"):
+        from_tensors([[[[0] * 8] * 8]] * 6, [0, 1] * 3)
+
+
+def test_a_csv_file_of_another_separator_shows_what_was_read(tmp_path):
+    (tmp_path / "list.csv").write_text("image\tlabel\n1.png\till\n")
+    with pytest.raises(DataError, match=r"it has 'image\\tlabel'$"):
+        from_csv(tmp_path / "list.csv")
+
+
+def test_a_loss_without_a_name_says_what_is_wanted():
+    class Bare(Method):
+        name = "bare"
+
+        def loss(self, net, frozen, x, y, context):
+            return net(x).sum()
+
+    with pytest.raises(TypeError, match="bare: loss returns named terms"):
+        step(lambda x: x, {}, Bare(), None, torch.ones(2), torch.zeros(2), {}, {})
+
+
+def test_what_is_imported_late_is_offered_for_completion():
+    assert {"run", "resume", "Result"} <= set(dir(fedhpro))
 
 
 def test_a_round_in_which_nobody_can_learn_says_so(capsys, tmp_path):

@@ -63,6 +63,14 @@ class Options:
                 raise DataError(f"{name}={getattr(self, name)} must lie between 0 and 1")
 
 
+def _chosen(options: dict[str, Any], *others: str) -> Options:
+    """`others` are keywords that the caller takes beside these."""
+    known = [*Options.__dataclass_fields__, *others]
+    if strange := [key for key in options if key not in known]:
+        raise DataError(f"there is no option {strange[0]!r}: choose from {', '.join(known)}")
+    return Options(**options)
+
+
 @dataclass(frozen=True)
 class Sample:
     """What is known of a sample beside its pixels; empty: not known."""
@@ -77,7 +85,7 @@ def from_folder(path: AnyPath, **options: Any) -> Source:
     """Pictures in path/CLASS/, or path/SITE/CLASS/; either may lie in path/train and path/test. Keywords: Options."""
     from ..use import SUFFIXES
 
-    folder, chosen = Path(path), Options(**options)
+    folder, chosen = Path(path), _chosen(options)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}: check the path")
     places = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
@@ -127,7 +135,7 @@ def from_csv(
     a group (a patient) that is not to be cut apart. Paths are relative to the file. A column that is not named is
     looked for under usual names (COLUMNS). Tables of numbers are out of scope. Keywords: Options.
     """
-    file, chosen = Path(path), Options(**options)
+    file, chosen = Path(path), _chosen(options, *(f"{key}_column" for key in COLUMNS))
     wanted = {"image": image_column, "label": label_column, "site": site_column}
     wanted |= {"split": split_column, "group": group_column}
     rows = _rows(file)
@@ -172,7 +180,7 @@ def from_tensors(
     """
     if "size" in options:
         raise DataError("from_tensors takes images as they are: resize them first")
-    chosen = Options(**options)
+    chosen = _chosen(options, "classes", "sites", "groups", "test", "name")
     images, numbers, where = _checked(x, y, sites)
     parts, together = [""] * len(images), _names(groups, len(images), "groups")
     if test is not None:
@@ -360,7 +368,8 @@ def _column(file: Path, header: list[str], key: str, name: str | None) -> int | 
         raise DataError(f"{file} has no column {name!r}: it has {', '.join(header)}")
     if key in ("image", "label"):
         hint = " (tables of numbers are out of scope)" if key == "image" else ""
-        raise DataError(f"{file} has no column {' or '.join(COLUMNS[key])}: name it with {key}_column{hint}")
+        wanted, there = " or ".join(COLUMNS[key]), ", ".join(map(repr, header))
+        raise DataError(f"{file} has no column {wanted}: name it with {key}_column{hint}; it has {there}")
     return None
 
 
@@ -385,7 +394,8 @@ def _images(x: Any, name: str) -> Tensor:
         raise DataError(f"{name} is empty: it needs images")
     if images.dtype != torch.uint8:
         kind = str(images.dtype).removeprefix("torch.")
-        raise DataError(f"{name} must be bytes (uint8, 0 to 255), not {kind}: floats from 0 to 1 have to be scaled")
+        what = "floats from 0 to 1 have to be scaled" if images.is_floating_point() else "convert it to uint8"
+        raise DataError(f"{name} must be bytes (uint8, 0 to 255), not {kind}: {what}")
     if images.ndim != 4 or (images.shape[1] > 4 and images.shape[3] <= 4) or min(images.shape[2:]) < SMALLEST:
         raise DataError(
             f"{name} must be [n, channels, height, width] with sides from {SMALLEST} pixels, not {list(images.shape)}"

@@ -51,7 +51,7 @@ def confusions(federation: Federation) -> Tensors:
 def table(rows: Sequence[Record], direction: str) -> Table:
     chosen = [row for row in rows if row["direction"] == direction]
     title = "leaves a site, per round that it takes part in" if direction == LEAVES else "comes to a site, per round"
-    found = Table(title=title, title_justify="left", box=None)
+    found = Table(title=title, title_justify="left", box=None, pad_edge=False)  # the names in 80 columns
     for name in ("tensor", "shape", "type", "bytes"):
         found.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
     for row in chosen:

@@ -124,7 +124,7 @@ def run(
             for text in control.log(number):
                 print(text, end="", flush=True)
             last = next(found for found in control.runs() if found.id == number)
-            _print(f"run {number}: {last.status}")
+            _print(f"run {number}: {last.status}" + (f" ({last.details})" if last.details else ""))
             if last.status != "finished: completed":
                 raise typer.Exit(1)
 

@@ -33,6 +33,7 @@ class NodeState:
 class RunState:
     id: int
     status: str
+    details: str  # why it failed
     started: str
     bytes_down: int
     bytes_up: int
@@ -185,8 +186,7 @@ def _node_state(name: str, info: Any) -> NodeState:
 
 def _run_state(run: Any) -> RunState:
     status = run.status.status if run.status.status != "finished" else f"finished: {run.status.sub_status}"
-    details = f" ({run.status.details})" if run.status.details else ""
-    return RunState(run.run_id, status + details, run.pending_at, run.bytes_sent, run.bytes_recv)
+    return RunState(run.run_id, status, run.status.details, run.pending_at, run.bytes_sent, run.bytes_recv)
 
 
 def _reason(response: Any) -> str:

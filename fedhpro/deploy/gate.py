@@ -270,8 +270,14 @@ def serve(folder: Path, host: str, port: int) -> None:
         "flower-superexec", "--runtime-api-address", f"{local}:{port}", "--root-certificates", str(authority),
         "--superexec-auth-secret-file", str(secret), "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
+    find_programs()
     with kept_running(executor):
         uvicorn.Server(settings).run()
+
+
+def find_programs() -> None:
+    """Flower starts its programs by name: they are beside Python, also where its environment is not activated."""
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
 @contextlib.contextmanager

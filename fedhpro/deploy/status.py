@@ -45,7 +45,7 @@ def view(found: dict[str, Any]) -> RenderableType:
     if "problem" in found:
         parts.append(f"[red]{escape(found['problem'])}[/]")
     if found["nodes"]:
-        nodes = Table(box=None)
+        nodes = Table(box=None, pad_edge=False)
         for title in ("node", "state", "since"):
             nodes.add_column(title)
         for node in found["nodes"]:
@@ -54,14 +54,15 @@ def view(found: dict[str, Any]) -> RenderableType:
             )
         parts.append(nodes)
     if found["runs"]:
-        runs = Table(box=None)
+        runs = Table(box=None, pad_edge=False)  # all in 80 columns
         runs.add_column("run", no_wrap=True)  # to be copied
-        for title in ("state", "started", "sent to nodes", "from nodes"):
+        for title in ("state", "started", "sent, MB", "back, MB"):
             runs.add_column(title, overflow="fold")
         for run in found["runs"]:
-            traffic = f"{run['bytes_down']:,} B", f"{run['bytes_up']:,} B"
-            runs.add_row(str(run["id"]), escape(run["status"]), run["started"][:19], *traffic)
+            traffic = f"{run['bytes_down'] / 1e6:,.1f}", f"{run['bytes_up'] / 1e6:,.1f}"
+            runs.add_row(str(run["id"]), escape(run["status"]), run["started"][:16].replace("T", " "), *traffic)
         parts.append(runs)
+        parts += [escape(f"run {run['id']}: {run['details']}") for run in found["runs"] if run["details"]]
     if (last := found["round"]) is not None:
         score = f", AVG {last['accuracy']['AVG']:.2f}" if "accuracy" in last else ""
         refused = "".join(f"\n  refused: client {r['client']}: {r['reason']}" for r in last["refused"])

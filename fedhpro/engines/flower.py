@@ -497,11 +497,21 @@ def server_app(config: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
+        flowers = logging.getLogger("flwr")
+        flowers.addFilter(one_sentence)
+        flowers.propagate = False  # to the handler that `serve` makes: it would say everything twice
         keys = parse(str(context.run_config.get("keys", "")).split())
         nodes = {int(node): k for node, k in json.loads(str(context.run_config.get("nodes", "{}"))).items()}
         serve(load(config).replace(**keys), Registered(grid, nodes) if nodes else grid)
 
     return app
+
+
+def one_sentence(record: logging.LogRecord) -> bool:
+    """A filter for Flower's log: a mistake that a user can mend needs no traceback."""
+    if record.exc_info and isinstance(error := record.exc_info[1], UserError):
+        record.msg, record.args, record.exc_info = "%s", (error,), None
+    return True
 
 
 def serve(config: Config, grid: Grid | Registered) -> None:

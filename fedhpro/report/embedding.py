@@ -18,6 +18,7 @@ from ..files import DamagedFile, load_tensors
 from ..probe import KINDS
 from ..use import load_model
 from .charts import scatter
+from .curves import COLOURS
 from .markup import Markup, join, tag
 from .reading import Group
 
@@ -107,7 +108,8 @@ def draw_embedding(group: Group, several: bool) -> Markup:
     names = [(x, y, found.classes[c]) for x, y, c, kind, _ in marks if kind == "prototype"]
     picture = scatter(title, marks, names if len(names) <= 20 else [], data_group=number)
     triangles = ", triangles what the server keeps" if "hyper" in found.kinds else ""
-    shapes = f"Small marks are samples, diamonds class means{triangles}; the colour is the class."
+    again = " (from the ninth on, colours come again with another shape)" if len(found.classes) > len(COLOURS) else ""
+    shapes = f"Small marks are samples, diamonds class means{triangles}; the colour is the class{again}."
     return tag("div", picture, tag("p", f"{found.about}. {shapes}", class_="note"), data_group=number)
 
 
@@ -115,7 +117,6 @@ def figure_of(found: Embedding) -> Picture:
     """The same as a matplotlib figure."""
     from matplotlib.patheffects import withStroke
 
-    from .curves import COLOURS
     from .picture import Picture
 
     picture = Picture(figsize=(6.4, 6.0), layout="constrained")

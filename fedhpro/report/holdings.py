@@ -62,7 +62,7 @@ def draw_holdings(clients: Sequence[ClientData], classes: Sequence[str], out: Pa
     top = figure.add_subplot(grid[0, 0], sharex=middle)
     right = figure.add_subplot(grid[1, 1], sharey=middle)
     if max(counts.shape) <= BUBBLES:
-        _bubbles(figure, middle, counts, colours, 72 * min(wide / len(clients), high / len(classes)))
+        _bubbles(figure, middle, counts, colours, 72 * min(CELL, wide / len(clients), high / len(classes)))
     else:
         _shades(figure, middle, counts, colours)
     for name, first in {name: domains.index(name) for name in names}.items():
