@@ -411,11 +411,13 @@ def test_folders_of_sites_are_read_by_the_names_of_the_classes(tmp_path):
     assert len(data.train) + len(data.held_out) == 10 and len(data.held_out) > 0
 
 
-def test_trouble_at_a_site_says_only_what_kind_it_is():
+def test_trouble_at_a_site_says_only_what_kind_it_is_and_more_in_the_sites_log(caplog):
     grid = LocalGrid(2, data="csv:/secret/patients.csv")
     with pytest.raises(FederationStalled, match="DataError at the site, whose log says more") as caught:
         through_flower(grid=grid, **SITES)
     assert "secret" not in str(caught.value)
+    told = [record for record in caplog.records if "could not be served" in record.message]
+    assert told and all("patients.csv" in record.message and not record.exc_info for record in told)
 
 
 @pytest.mark.parametrize(

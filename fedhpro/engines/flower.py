@@ -697,7 +697,8 @@ def _reply(message: Message, context: Context, work: Work) -> Message:
             more, tensors = work(site, k, context, request, from_record(message.content.array_records[TENSORS]))
         about |= more
     except Exception as error:
-        log.exception("this request could not be served")
+        plain = isinstance(error, UserError)  # a mistake that somebody can mend needs no traceback
+        log.error("this request could not be served%s", f": {error}" if plain else "", exc_info=not plain)
         about["error"] = _may_leave(error, private)
     content = RecordDict({ABOUT: ConfigRecord(about), TENSORS: to_record(tensors)})
     return Message(content, reply_to=message)
