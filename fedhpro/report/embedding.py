@@ -56,6 +56,8 @@ def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, se
         labels.append(tested.y[chosen])
         domains += [domain.name] * len(chosen)
     z, y = torch.cat(rows), torch.cat(labels)
+    if not len(z):  # they are at the sites of a deployment
+        raise RunError(f"{folder} has no samples here to look at")
     means, counts = class_means(z, y, len(predictor.classes))
     present = counts.nonzero()[:, 0]
     own, kind = _server_vectors(folder, z.shape[1], len(predictor.classes))
