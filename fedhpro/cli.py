@@ -503,5 +503,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None)
     except UserError as error:
-        err.print(f"fedhpro: {escape(str(error))}", style="red", highlight=False, soft_wrap=True)
+        _say(f"fedhpro: {error}", err, "red")
         sys.exit(error.exit_code)
+    except OSError as error:  # a path that this user may not read, or that no file can have
+        place = "" if error.filename is None else f"{error.filename}: "
+        _say(f"fedhpro: {place}{error.strerror or error}", err, "red")
+        sys.exit(UserError.exit_code)

@@ -196,6 +196,13 @@ def test_help_fits_a_person(capsys):
     assert code == 0 and len(options) <= 13 and len(text.splitlines()) < 45
 
 
+@pytest.mark.parametrize("command", ["resume", "heads", "watch", "run"])
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys, command):
+    path = "a" * 300  # as a folder of another user, which root could read here
+    code, text, error = call(capsys, command, f"data=folder:{path}" if command == "run" else path)
+    assert (code, text) == (2, "") and error == f"fedhpro: {path}: File name too long\n"
+
+
 def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path):
     """The real program, the real signal, in the middle of a round."""
     import signal
