@@ -317,8 +317,9 @@ def test_csv_of_pixels(tmp_path: Path, header: str | None, label: bool) -> None:
     assert all(torch.equal(read, image) for (_, read), image in zip(found, images, strict=True))
 
 
-def test_csv_with_the_index_that_pandas_writes(tmp_path: Path) -> None:
-    path = csv_of(tmp_path / "rows.csv", ["", *(f"p{i}" for i in range(784))], [0, *[9] * 784])
+@pytest.mark.parametrize("prefix", ["p", ""])
+def test_csv_with_the_index_that_pandas_writes(tmp_path: Path, prefix: str) -> None:
+    path = csv_of(tmp_path / "rows.csv", ["", *(f"{prefix}{i}" for i in range(784))], [0, *[9] * 784])
     assert (read_one(path) == 9).all()
 
 
