@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .files import write_atomically
 from .matrix import Say, fingerprint, found_in_place, is_done, run_all
 from .report.curves import draw_curves
 from .report.page import write_report
-from .runs import Result
+from .runs import Result, new_folder
 
 CLASSES = "balanced"  # in a record: accuracies where every class counts the same
 # the paper's methods in its order
@@ -85,8 +84,8 @@ def compare(
     One at a time they go through `start`, in this process, and `say` hears of failures; of several at once it hears
     how each ended.
     """
-    folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
     names = _folder_names(rows, common)
+    folder = Path(common["out"]) if "out" in common else new_folder("compare")
     configs = [
         (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{name}-seed{seed}")})))
         for seed in seeds

@@ -559,10 +559,15 @@ def _new_folder(config: Config) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         return path
     data = re.sub(r"[^\w.-]+", "-", config.data)[:40]
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
+    return new_folder(f"{config.method}-{data}-seed{config.seed}")
+
+
+def new_folder(name: str) -> Path:
+    """Under runs/, and nobody else's: also not of somebody who started in the same second."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     for number in itertools.count(1):
         path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):  # of somebody who started in the same second
+        with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             break
     return path
