@@ -189,8 +189,8 @@ def compare(
         common["out"] = str(out_folder)
     if track and parallel > 1:
         raise ConfigError("--track goes with one run at a time: give it without --parallel")
-    rows = comparison.entries(names, common, control)
-    configs = [configure(**(common | row.keys)) for row in rows]
+    rows, chosen = comparison.entries(names, common, control), parse_seeds(seeds)
+    configs = [configure(**(common | row.keys | {"seed": seed})) for seed in chosen for row in rows]
     comparison.check(configs)
     tell_about_keys(common | row.keys for row in rows)
 
@@ -206,7 +206,7 @@ def compare(
     def say(config: Config, status: str) -> None:
         _say(f"{config.out}: {status}", err)
 
-    found = comparison.compare(rows, parse_seeds(seeds), common, start, parallel, say)
+    found = comparison.compare(rows, chosen, common, start, parallel, say)
     found.save()
     if as_json:
         print(json.dumps(found.rows(), indent=2))

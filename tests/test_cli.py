@@ -196,6 +196,13 @@ def test_help_fits_a_person(capsys):
     assert code == 0 and len(options) <= 13 and len(text.splitlines()) < 45
 
 
+@pytest.mark.parametrize("seeds", ["0,x", "0,-1"])
+def test_seeds_that_are_none_are_said_before_anything_is_fetched(capsys, monkeypatch, seeds):
+    monkeypatch.setattr(cli, "bring", pytest.fail)
+    code, _, error = call(capsys, "compare", "fedavg", "--seeds", seeds)
+    assert code == 2 and error.count("\n") == 1 and seeds.split(",")[1] in error and os.listdir() == []
+
+
 @pytest.mark.parametrize("command", ["resume", "heads", "watch", "run"])
 def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys, command):
     path = "a" * 300  # as a folder of another user, which root could read here
