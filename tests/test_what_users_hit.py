@@ -186,6 +186,12 @@ def test_keys_that_do_nothing_are_named():
     assert without_effect(configure(robust="median"), ["robust_share"]) == [
         "robust_share has no effect with robust=median"
     ]
+    keys = ["momentum", "width", "stem", "image_size", "classes", "join_deadline"]
+    told = without_effect(configure(data="docs-lite"), keys)
+    reasons = ["optimizer=adam", *["model=textcnn"] * 2, *["data=docs-lite"] * 2, "engine=cpu"]
+    assert told == [f"{key} has no effect with {why}" for key, why in zip(keys, reasons, strict=True)]
+    sites = configure(data="sites", classes="a,b", model="htfe2")
+    assert without_effect(sites, keys) == without_effect(configure(model="resnet18"), keys[:3]) == []
 
 
 def test_compare_names_keys_that_do_nothing(capsys, tmp_path):
