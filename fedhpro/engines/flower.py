@@ -24,6 +24,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -497,7 +498,7 @@ def server_app(config: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        keys = parse(str(context.run_config.get("keys", "")).split())
+        keys = parse(shlex.split(str(context.run_config.get("keys", ""))))
         nodes = {int(node): k for node, k in json.loads(str(context.run_config.get("nodes", "{}"))).items()}
         serve(load(config).replace(**keys), Registered(grid, nodes) if nodes else grid)
 
