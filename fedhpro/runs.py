@@ -199,15 +199,20 @@ def _as_json(config: Config) -> Record:
     return dict(json.loads(json.dumps(config.flat())))
 
 
-def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = (), grid: Any = None) -> Result:
+def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = ()) -> Result:
     """The run of that folder: done already, to be gone on with, or new."""
     if not (Path(config.out) / "config.toml").is_file():
-        return run(config, callbacks=callbacks, grid=grid)
-    there = configuration.load(Path(config.out)).flat() | {"out": config.out}  # it may have been moved
-    changed = {name: value for name, value in config.flat().items() if value != there.get(name)}
+        return run(config, callbacks=callbacks)
+    changed = changes(config)
     if not changed.keys() <= OF_NO_CONSEQUENCE:
         raise ConfigError(f"{config.out} holds a run with another config: choose another folder")
-    return resume(config.out, callbacks=callbacks, grid=grid, **changed)
+    return resume(config.out, callbacks=callbacks, **changed)
+
+
+def changes(config: Config) -> dict[str, Any]:
+    """The keys that are other than in the run that its folder holds."""
+    there = configuration.load(Path(config.out)).flat() | {"out": config.out}  # it may have been moved
+    return {name: value for name, value in config.flat().items() if value != there.get(name)}
 
 
 def load_result(path: Path) -> Result:

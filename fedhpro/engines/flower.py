@@ -510,12 +510,9 @@ def serve(config: Config, grid: Grid | Registered) -> None:
 
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
-    folder = Path(config.out)
     callbacks = [RoundLog()]
-    if (folder / "config.toml").is_file():
-        before, now = load(folder).flat(), config.flat()
-        changed = {name: value for name, value in now.items() if value != before.get(name)}
-        result = runs.resume(folder, callbacks=callbacks, grid=grid, **changed)
+    if (Path(config.out) / "config.toml").is_file():
+        result = runs.resume(config.out, callbacks=callbacks, grid=grid, **runs.changes(config))
     else:
         result = runs.run(config, callbacks=callbacks, grid=grid)
     log.info("%s: the run folder is %s", result.status, result.folder.absolute())
