@@ -42,7 +42,7 @@ def entries(names: Sequence[str], common: dict[str, Any], control: bool = True) 
             raise ConfigError(f"a method is given twice with the same settings: {found[first].label} and {entry.label}")
     for position, entry in reversed(list(enumerate(found))) if control else ():
         if configs[position].method == "fedhpro" and configs[position].parameters["M"] > 0:
-            frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
+            frozen = Entry(label_of("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
             if (config := configure(**(common | frozen.keys))) not in configs:
                 found.insert(position + 1, frozen)
                 configs.append(config)
@@ -55,10 +55,10 @@ def _entry(text: str) -> Entry:
     for name in ("method", "seed", "out"):
         if name in keys:
             raise ConfigError(f"{text}: {name} is not a setting of a row: methods and --seeds and --out say it")
-    return Entry(_label(method, keys), {"method": method} | keys)
+    return Entry(label_of(method, keys), {"method": method} | keys)
 
 
-def _label(method: str, keys: dict[str, Any]) -> str:
+def label_of(method: str, keys: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
 
 
