@@ -152,6 +152,8 @@ def test_compare_with_settings_of_one_method(capsys, tmp_path):
         (["data", "show", "nothing"], ["nothing", "digits-lite"]),
         (["data", "show", "data=nothing"], ["nothing", "digits-lite"]),
         (["data", "show", "digits-lite", "data=docs-lite"], ["data is given twice"]),
+        (["data", "show", "sites", "classes=a,b"], ["at the sites"]),
+        (["costs", "fedavg", "data=sites", "classes=a,b"], ["at the sites"]),
     ],
 )
 def test_wrong_input_gets_one_sentence_and_exit_code_2(capsys, arguments, words):
