@@ -177,6 +177,7 @@ def _training(config: Facts, result: Facts) -> str:
     by_steps = config.get("local_steps", "none") != "none"
     unused = {"local_epochs" if by_steps else "local_steps"}
     unused |= {"lr_decay"} if config.get("lr_schedule") != "exponential" else set()
+    unused |= {"momentum"} if config.get("optimizer") == "adam" else set()
     keys = [name for name in (*TRAINING, *_method_keys(config)) if name in config.keys() - unused]
     rows = [(f"`{name}`", config[name]) for name in keys]
     rows += [("seconds", result.get("seconds")), ("uploads refused", result.get("refused"))]

@@ -189,8 +189,8 @@ def compare(
         common["out"] = str(out_folder)
     if track and parallel > 1:
         raise ConfigError("--track goes with one run at a time: give it without --parallel")
-    rows = comparison.entries(names, common, control)
-    configs = [configure(**(common | row.keys)) for row in rows]
+    rows, chosen = comparison.entries(names, common, control), parse_seeds(seeds)
+    configs = [configure(**(common | row.keys | {"seed": seed})) for seed in chosen for row in rows]
     comparison.check(configs)
     tell_about_keys(common | row.keys for row in rows)
 
@@ -206,7 +206,7 @@ def compare(
     def say(config: Config, status: str) -> None:
         _say(f"{config.out}: {status}", err)
 
-    found = comparison.compare(rows, parse_seeds(seeds), common, start, parallel, say)
+    found = comparison.compare(rows, chosen, common, start, parallel, say)
     found.save()
     if as_json:
         print(json.dumps(found.rows(), indent=2))
@@ -502,5 +502,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None)
     except UserError as error:
-        err.print(f"fedhpro: {escape(str(error))}", style="red", highlight=False, soft_wrap=True)
+        _say(f"fedhpro: {error}", err, "red")
         sys.exit(error.exit_code)
+    except OSError as error:  # a path that this user may not read, or that no file can have
+        place = "" if error.filename is None else f"{error.filename}: "
+        _say(f"fedhpro: {place}{error.strerror or error}", err, "red")
+        sys.exit(UserError.exit_code)

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from .files import write_atomically
 from .matrix import Say, fingerprint, found_in_place, is_done, run_all
 from .report.curves import draw_curves
 from .report.page import write_report
-from .runs import Result
+from .runs import Result, new_folder
 
 CLASSES = "balanced"  # in a record: accuracies where every class counts the same
 # the paper's methods in its order
@@ -43,7 +42,7 @@ def entries(names: Sequence[str], common: dict[str, Any], control: bool = True) 
             raise ConfigError(f"a method is given twice with the same settings: {found[first].label} and {entry.label}")
     for position, entry in reversed(list(enumerate(found))) if control else ():
         if configs[position].method == "fedhpro" and configs[position].parameters["M"] > 0:
-            frozen = Entry(_label("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
+            frozen = Entry(label_of("fedhpro", entry.keys | {"M": 0}), entry.keys | {"M": 0})
             if (config := configure(**(common | frozen.keys))) not in configs:
                 found.insert(position + 1, frozen)
                 configs.append(config)
@@ -56,10 +55,10 @@ def _entry(text: str) -> Entry:
     for name in ("method", "seed", "out"):
         if name in keys:
             raise ConfigError(f"{text}: {name} is not a setting of a row: methods and --seeds and --out say it")
-    return Entry(_label(method, keys), {"method": method} | keys)
+    return Entry(label_of(method, keys), {"method": method} | keys)
 
 
-def _label(method: str, keys: dict[str, Any]) -> str:
+def label_of(method: str, keys: dict[str, Any]) -> str:
     return " ".join([method, *(f"{name}={value}" for name, value in keys.items() if name != "method")])
 
 
@@ -85,8 +84,8 @@ def compare(
     One at a time they go through `start`, in this process, and `say` hears of failures; of several at once it hears
     how each ended.
     """
-    folder = Path(common.get("out") or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-compare")
     names = _folder_names(rows, common)
+    folder = Path(common["out"]) if "out" in common else new_folder("compare")
     configs = [
         (row, configure(**(common | row.keys | {"seed": seed, "out": str(folder / f"{name}-seed{seed}")})))
         for seed in seeds

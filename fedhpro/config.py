@@ -282,6 +282,8 @@ def without_effect(config: Config, given: Iterable[str]) -> list[str]:
 def unused(config: Config) -> dict[str, str]:
     """The keys that this run does not look at, each with the setting that is the reason."""
     cut, nid2 = config.scenario, ("nid2_clients", "nid2_classes", "nid2_share", "nid2_equal_size")
+    of_sites = ("classes", "image_size", "channels", "pixel_mean", "pixel_std")
+    nets = GROUPS.get(config.model, (config.model,))
     looked_at = {
         "scenario": {
             "alpha": "nid1" in cut,
@@ -297,10 +299,17 @@ def unused(config: Config) -> dict[str, str]:
             "robust_share": config.robust in ("trimmed", "krum", "multikrum"),
             "robust_clip": config.robust == "clip",
         },
+        "data": dict.fromkeys(of_sites, config.data == SITES),
+        "model": {
+            "width": any(net.startswith("resnet") for net in nets),
+            "stem": not {"cnn", "textcnn"}.issuperset(nets),
+        },
         "local_steps": {"local_epochs": config.local_steps is None},
         "lr_schedule": {"lr_decay": config.lr_schedule == "exponential"},
+        "optimizer": {"momentum": config.optimizer == "sgd"},
         "evaluation": {"held_out": config.evaluation in ("federated", "both")},
-        "engine": {"compile": config.engine == "cuda"},
+        "engine": {"compile": config.engine == "cuda"}
+        | dict.fromkeys(("round_deadline", "join_deadline"), config.engine == "flower"),
     }
     return {
         name: f"{reason}={getattr(config, reason)}"

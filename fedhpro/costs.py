@@ -61,7 +61,7 @@ def row(method: str, federation: Federation) -> Row:
     return {
         "method": method,
         "values_up": clients * values,
-        "bytes_up": clients * num_bytes(upload),
+        "bytes_up": clients * num_bytes(federation.travelling()),
         "bytes_down": clients * num_bytes(federation.sent()),
         "flops_step": flops["step"],
         "flops_clients": round(share * sum(flops["training"] + flops["passes"])),

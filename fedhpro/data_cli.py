@@ -169,13 +169,14 @@ def data_show(
     folder: Annotated[Path, typer.Option("--out", help="Where to write the pictures.")] = Path(),
 ) -> None:
     """What is in a source and who gets how much of it, with pictures of its images and of who holds what."""
+    from .data import load
     from .federation import build_clients, load_source
     from .report.holdings import draw_holdings, holdings_table
     from .report.sheet import contact_sheet
 
     only_keys = "=" in name and ":" not in name
     config = configure(**parse([name if only_keys else f"data={name}", *(keys or [])]))
-    source = load_source(config)
+    source = load_source(config, load(config.data))
     clients = build_clients(config, source, config.build_method())
     kind = f"texts of {source.shape[0]} words" if source.vocab else f"images {'x'.join(map(str, source.shape))}"
     table = Table(title=f"{source.name}: {source.num_classes} classes, {kind}")

@@ -83,9 +83,9 @@ def differs(of_classes: float | None, accuracy: float) -> bool:
     return of_classes is not None and abs(of_classes - accuracy) > 0.005
 
 
-def rounds_to_accuracy(history: Sequence[dict[str, Any]], wanted: float, key: str = AVG) -> int | None:
-    """The first round whose accuracy is at least the wanted one; None where no evaluated round has it."""
-    return next((r["round"] for r in _complete(history) if r["accuracy"][key] >= wanted), None)
+def rounds_to_accuracy(history: Sequence[dict[str, Any]], wanted: float) -> int | None:
+    """The first round whose average accuracy is at least the wanted one; None where no evaluated round has it."""
+    return next((r["round"] for r in _complete(history) if r["accuracy"][AVG] >= wanted), None)
 
 
 def _complete(history: Sequence[dict[str, Any]], group: str = "accuracy") -> list[dict[str, Any]]:

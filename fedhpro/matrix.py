@@ -92,7 +92,10 @@ def run_all(configs: Sequence[Config], parallel: int, say: Say) -> bool:
     def collect(sentinel: int) -> None:
         process, config, answer = running.pop(sentinel)
         process.join()
-        status = answer.recv() if answer.poll() else f"its process ended with exit code {process.exitcode}"
+        try:
+            status = answer.recv()
+        except EOFError:  # killed, for want of memory perhaps
+            status = f"its process ended with exit code {process.exitcode}"
         answer.close()
         say(config, status)
 

@@ -80,7 +80,7 @@ def sweep(
     out_folder: Annotated[Path, typer.Option("--out", help="Of the runs and tables.")] = Path("runs/sweep"),
 ) -> None:
     """The same federation with every combination of some values, as in [cyan]fedhpro sweep lr=0.01,0.03,0.1[/]."""
-    from .comparison import check, entries
+    from .comparison import check, entries, label_of
     from .data import load
     from .reproduce import Experiment, Row, Setting
 
@@ -94,10 +94,7 @@ def sweep(
         raise ConfigError(f"{name} is not a key here: --seeds, --out and --parallel say it")
     combinations = [dict(zip(varied, chosen, strict=True)) for chosen in itertools.product(*varied.values())]
     configs = [configure(**(common | own)) for own in combinations]
-    labels = [
-        " ".join([config.method, *(f"{name}={value}" for name, value in own.items() if name != "method")])
-        for own, config in zip(combinations, configs, strict=True)
-    ]
+    labels = [label_of(config.method, own) for own, config in zip(combinations, configs, strict=True)]
     _check_that_rows_differ(varied, labels, configs)
     if len({config.method for config in configs}) > 1 and not {"method", "preset"} & varied.keys():
         sentences = filter(None, (chosen_unnamed(common | own) for own in combinations))

@@ -204,15 +204,20 @@ def _as_json(config: Config) -> Record:
     return dict(json.loads(json.dumps(config.flat())))
 
 
-def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = (), grid: Any = None) -> Result:
+def run_or_resume(config: Config, *, callbacks: Sequence[Callback] = ()) -> Result:
     """The run of that folder: done already, to be gone on with, or new."""
     if not (Path(config.out) / "config.toml").is_file():
-        return run(config, callbacks=callbacks, grid=grid)
-    there = configuration.load(Path(config.out)).flat() | {"out": config.out}  # it may have been moved
-    changed = {name: value for name, value in config.flat().items() if value != there.get(name)}
+        return run(config, callbacks=callbacks)
+    changed = changes(config)
     if not changed.keys() <= OF_NO_CONSEQUENCE:
         raise ConfigError(f"{config.out} holds a run with another config: choose another folder")
-    return resume(config.out, callbacks=callbacks, grid=grid, **changed)
+    return resume(config.out, callbacks=callbacks, **changed)
+
+
+def changes(config: Config) -> dict[str, Any]:
+    """The keys that are other than in the run that its folder holds."""
+    there = configuration.load(Path(config.out)).flat() | {"out": config.out}  # it may have been moved
+    return {name: value for name, value in config.flat().items() if value != there.get(name)}
 
 
 def load_result(path: Path) -> Result:
@@ -564,10 +569,15 @@ def _new_folder(config: Config) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         return path
     data = re.sub(r"[^\w.-]+", "-", config.data)[:40]
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.method}-{data}-seed{config.seed}"
+    return new_folder(f"{config.method}-{data}-seed{config.seed}")
+
+
+def new_folder(name: str) -> Path:
+    """Under runs/, and nobody else's: also not of somebody who started in the same second."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     for number in itertools.count(1):
         path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):  # of somebody who started in the same second
+        with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             break
     return path

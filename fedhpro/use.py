@@ -383,7 +383,8 @@ def _is_header(row: list[str]) -> bool:
     """A known name, no number at all, or pandas' 0, 1, 2...; a broken number among pixels makes no header."""
     names = _plain(row)
     known = any(name in {*PATH_COLUMNS, TEXT_COLUMN, "label"} for name in names)
-    counted = names == [str(column) for column in range(len(names))]
+    numbered = [name for name in names if name not in NOT_PIXELS]
+    counted = numbered == [str(column) for column in range(len(numbered))]
     return known or counted or all(_number(name) is None for name in names)
 
 

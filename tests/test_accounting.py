@@ -195,6 +195,8 @@ def test_the_command(capsys):
     assert found[1]["bytes_up"] - smaller["bytes_up"] == 20 * 4 * 10 * (128 - 10)
     frozen = json.loads(call("fedhpro", "M=0", "uplink=off", "data=digits-lite", "--json"))[0]
     assert frozen["bytes_up"] < smaller["bytes_up"]  # keys of a method that is named
+    masked = json.loads(call("fedavg", "secure=true", "data=digits-lite", "--json"))[0]
+    assert masked["bytes_up"] / found[0]["bytes_up"] == pytest.approx(2, rel=1e-4)  # 8 bytes a number
     text = call("fedavg", "moon", "data=digits-lite")
     assert "digits-lite" in text and "1.67" in text and "10.87" in text
     with pytest.raises(ConfigError, match="name the methods"):

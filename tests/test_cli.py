@@ -152,6 +152,8 @@ def test_compare_with_settings_of_one_method(capsys, tmp_path):
         (["data", "show", "nothing"], ["nothing", "digits-lite"]),
         (["data", "show", "data=nothing"], ["nothing", "digits-lite"]),
         (["data", "show", "digits-lite", "data=docs-lite"], ["data is given twice"]),
+        (["data", "show", "sites", "classes=a,b"], ["at the sites"]),
+        (["costs", "fedavg", "data=sites", "classes=a,b"], ["at the sites"]),
     ],
 )
 def test_wrong_input_gets_one_sentence_and_exit_code_2(capsys, arguments, words):
@@ -194,6 +196,20 @@ def test_help_fits_a_person(capsys):
     code, text, _ = call(capsys, "run", "--help")
     options = set(re.findall(r"--[a-z-]+", text))
     assert code == 0 and len(options) <= 13 and len(text.splitlines()) < 45
+
+
+@pytest.mark.parametrize("seeds", ["0,x", "0,-1"])
+def test_seeds_that_are_none_are_said_before_anything_is_fetched(capsys, monkeypatch, seeds):
+    monkeypatch.setattr(cli, "bring", pytest.fail)
+    code, _, error = call(capsys, "compare", "fedavg", "--seeds", seeds)
+    assert code == 2 and error.count("\n") == 1 and seeds.split(",")[1] in error and os.listdir() == []
+
+
+@pytest.mark.parametrize("command", ["resume", "heads", "watch", "run"])
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(capsys, command):
+    path = "a" * 300  # as a folder of another user, which root could read here
+    code, text, error = call(capsys, command, f"data=folder:{path}" if command == "run" else path)
+    assert (code, text) == (2, "") and error == f"fedhpro: {path}: File name too long\n"
 
 
 def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path):

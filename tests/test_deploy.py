@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import call
@@ -30,6 +31,7 @@ from loopback import Loopback, free_port, has_said, wait_for
 
 from fedhpro.deploy import control, gate, pki, status
 from fedhpro.deploy import node as supernode
+from fedhpro.engines import flower
 
 pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern.*:DeprecationWarning")  # in flwr
 
@@ -383,6 +385,22 @@ def test_audit_says_that_the_number_of_samples_leaves_only_where_it_does(capsys,
     code, text, error = call(capsys, "deploy", "audit", *keys)
     found = re.search("(a constant in place of )?how many samples it trains on", " ".join(text.split()))
     assert code == 0 and (found[1] is None) == leaves, error
+
+
+def test_keys_of_a_run_may_have_spaces_in_their_values(tmp_path, monkeypatch):
+    """From the operator's command to the ServerApp."""
+    asked, served = [], []
+    answer = SimpleNamespace(HasField=lambda name: True, run_id=7)
+    operator = object.__new__(control.Control)
+    operator.deployment = SimpleNamespace(insecure=True)
+    operator.client = SimpleNamespace(StartRun=lambda request: asked.append(request) or answer)
+    monkeypatch.setattr("flwr.cli.build.build_fab_from_disk", lambda app: b"")
+    assert operator.start(tmp_path, {"rounds": 3, "classes": "ill,not ill"}) == 7
+    monkeypatch.setattr(flower, "serve", lambda config, grid: served.append(config))
+    (tmp_path / "config.toml").write_text(configure(data="sites", classes="a,b").to_toml())
+    context = SimpleNamespace(run_config={name: value.string for name, value in asked[0].override_config.items()})
+    flower.server_app(tmp_path / "config.toml")(None, context)
+    assert [(config.rounds, config.classes) for config in served] == [(3, "ill,not ill")]
 
 
 # The node, without a server

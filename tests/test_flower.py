@@ -371,6 +371,9 @@ def test_a_deployment_goes_on_where_its_server_was_killed(tmp_path):
         flower.serve(config.replace(seed=1), grid)
     with pytest.raises(ConfigError, match="run of a deployment"):
         runs.resume(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    flower.serve(config.replace(out=str(tmp_path / "moved"), rounds=5), grid)
+    assert len((tmp_path / "moved/metrics.jsonl").read_text().splitlines()) == 5
 
 
 # --- sites ---------------------------------------------------------------------------------------------------------

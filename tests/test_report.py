@@ -348,6 +348,15 @@ def test_features_in_the_plane(tmp_path):
     assert result.tsne(samples=40)._repr_png_().startswith(b"\x89PNG")
 
 
+def test_the_samples_of_sites_are_not_here_to_be_looked_at(tmp_path):
+    keys = TINY | {"method": "fedavg", "rounds": 1, "local_steps": 1, "evaluate_every": 9}
+    folder = fedhpro.run(**keys, out=str(tmp_path)).folder
+    config = (folder / "config.toml").read_text().replace('\ndata = "digits-lite"', '\ndata = "sites"')
+    (folder / "config.toml").write_text(config.replace('\nclasses = "none"', '\nclasses = "0,1,2,3,4,5,6,7,8,9"'))
+    write_report([folder], tmp_path / "page.html")
+    assert "has no samples here to look at" in (tmp_path / "page.html").read_text()
+
+
 def test_letters_that_no_font_has_are_said_once_and_other_fonts_are_asked(caplog, monkeypatch, recwarn):
     monkeypatch.setattr(picture, "SAID", set())
     for _ in range(2):

@@ -313,6 +313,18 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     assert matrix.is_done(configs[1]) and not matrix.is_done(configs[0])
 
 
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_that_is_killed_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "_in_process", killed)
+    heard = []
+    configs = [configure(out=str(tmp_path / name)) for name in "ab"]
+    assert matrix.run_all(configs, 1, lambda config, status: heard.append((config.out, status)))
+    assert heard == [(config.out, "its process ended with exit code -9") for config in configs]
+
+
 def test_runs_on_a_gpu_take_parts_of_it_where_mps_lets_them(tmp_path, monkeypatch):
     monkeypatch.delenv(matrix.MPS_PERCENT, raising=False)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))

@@ -317,8 +317,9 @@ def test_csv_of_pixels(tmp_path: Path, header: str | None, label: bool) -> None:
     assert all(torch.equal(read, image) for (_, read), image in zip(found, images, strict=True))
 
 
-def test_csv_with_the_index_that_pandas_writes(tmp_path: Path) -> None:
-    path = csv_of(tmp_path / "rows.csv", ["", *(f"p{i}" for i in range(784))], [0, *[9] * 784])
+@pytest.mark.parametrize("prefix", ["p", ""])
+def test_csv_with_the_index_that_pandas_writes(tmp_path: Path, prefix: str) -> None:
+    path = csv_of(tmp_path / "rows.csv", ["", *(f"{prefix}{i}" for i in range(784))], [0, *[9] * 784])
     assert (read_one(path) == 9).all()
 
 
@@ -566,14 +567,16 @@ def test_the_card_says_what_matters(run: Path) -> None:
 def test_the_card_has_the_settings_that_had_an_effect(run: Path) -> None:
     with (run / "config.toml").open("a") as config:
         config.write('lr_schedule = "exponential"\nlr_decay = 0.9\nprecision = "bf16"\nlocal_steps = "none"\n')
+        config.write('optimizer = "sgd"\nmomentum = 0.8\n')
     card = write_card(run).read_text()
-    assert "| `local_epochs` | 2 |" in card and "| `local_steps` |" not in card
+    assert "| `local_epochs` | 2 |" in card and "| `local_steps` |" not in card and "| `momentum` | 0.8 |" in card
     assert all(f"| `{row} |" in card for row in ("lr_schedule` | exponential", "lr_decay` | 0.9", "precision` | bf16"))
     config = (run / "config.toml").read_text()
     changed = config.replace('steps = "none"', "steps = 1").replace("exponential", "constant")
-    (run / "config.toml").write_text(changed)
+    (run / "config.toml").write_text(changed.replace("sgd", "adam"))
     card = write_card(run).read_text()
     assert "| `local_steps` | 1 |" in card and "| `local_epochs` |" not in card and "| `lr_decay` |" not in card
+    assert "| `momentum` |" not in card
 
 
 def test_the_card_with_federated_evaluation(run: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 import fedhpro
 from fedhpro import runs
 from fedhpro.attacks import Attack
-from fedhpro.comparison import Comparison, _folder_names, entries, table
+from fedhpro.comparison import Comparison, _folder_names, compare, entries, table
 from fedhpro.config import configure, without_effect
 from fedhpro.data.own import from_csv, from_folder, from_tensors
 from fedhpro.errors import ConfigError, DataError, RunError
@@ -61,6 +62,21 @@ def test_the_control_is_there_once_and_a_row_is_not_another_by_its_spelling():
         entries(["fedavg", "fedavg:lr=0.03"], {})
     with pytest.raises(ConfigError, match="fedavg:seed=5: seed is not a setting of a row"):
         entries(["fedavg:seed=5"], {})
+
+
+def test_comparisons_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 1)))
+    begun = []
+
+    def start(config, title):
+        begun.append(config.out)
+        raise RunError("not now")
+
+    for _ in range(2):
+        with pytest.raises(RunError, match="none of the runs could start"):
+            compare(entries(["fedavg"], {}), [0], {}, start)
+    assert begun == [f"runs/20260101-000000-compare{again}/fedavg-seed0" for again in ("", "-2")]
 
 
 def test_a_comparison_shows_finished_runs_only(tiny_source, tmp_path):
@@ -173,6 +189,12 @@ def test_keys_that_do_nothing_are_named():
     assert without_effect(configure(robust="median"), ["robust_share"]) == [
         "robust_share has no effect with robust=median"
     ]
+    keys = ["momentum", "width", "stem", "image_size", "classes", "join_deadline"]
+    told = without_effect(configure(data="docs-lite"), keys)
+    reasons = ["optimizer=adam", *["model=textcnn"] * 2, *["data=docs-lite"] * 2, "engine=cpu"]
+    assert told == [f"{key} has no effect with {why}" for key, why in zip(keys, reasons, strict=True)]
+    sites = configure(data="sites", classes="a,b", model="htfe2")
+    assert without_effect(sites, keys) == without_effect(configure(model="resnet18"), keys[:3]) == []
 
 
 def test_compare_names_keys_that_do_nothing(capsys, tmp_path):

@@ -77,6 +77,8 @@ def load(name: str) -> Source:
 
     if name.startswith("python:"):
         raise DataError(f"{name} was handed over in Python: hand it over again, as in resume(folder, source=source)")
+    if name == SITES:
+        raise DataError("data=sites: the samples are at the sites of a deployment, and not here")
     return open_own(name) or SOURCES[canonical(name)]()
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -128,7 +129,7 @@ class Control:
         signature = {} if self.deployment.insecure else pki.sign_app(bundle, self.deployment.operator / "signer")
         fab = Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle, verifications=signature)
         override: dict[str, bool | float | int | str] = {
-            "keys": " ".join(f"{name}={value}" for name, value in (keys or {}).items()),
+            "keys": shlex.join(f"{name}={value}" for name, value in (keys or {}).items()),
             "nodes": json.dumps(self.clients()),
         }
         with self.explained():

@@ -24,6 +24,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -500,7 +501,7 @@ def server_app(config: Path) -> ServerApp:
         flowers = logging.getLogger("flwr")
         flowers.addFilter(one_sentence)
         flowers.propagate = False  # to the handler that `serve` makes: it would say everything twice
-        keys = parse(str(context.run_config.get("keys", "")).split())
+        keys = parse(shlex.split(str(context.run_config.get("keys", ""))))
         nodes = {int(node): k for node, k in json.loads(str(context.run_config.get("nodes", "{}"))).items()}
         serve(load(config).replace(**keys), Registered(grid, nodes) if nodes else grid)
 
@@ -519,12 +520,9 @@ def serve(config: Config, grid: Grid | Registered) -> None:
 
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)
-    folder = Path(config.out)
     callbacks = [RoundLog()]
-    if (folder / "config.toml").is_file():
-        before, now = load(folder).flat(), config.flat()
-        changed = {name: value for name, value in now.items() if value != before.get(name)}
-        result = runs.resume(folder, callbacks=callbacks, grid=grid, **changed)
+    if (Path(config.out) / "config.toml").is_file():
+        result = runs.resume(config.out, callbacks=callbacks, grid=grid, **runs.changes(config))
     else:
         result = runs.run(config, callbacks=callbacks, grid=grid)
     log.info("%s: the run folder is %s", result.status, result.folder.absolute())

@@ -40,7 +40,7 @@ class Embedding:
     about: str
 
 
-def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, seed: int = 0) -> Embedding:
+def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES) -> Embedding:
     """Equally many samples of each domain, features scaled to length 1, as the cosines of HPCL see them."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
@@ -48,7 +48,7 @@ def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, se
     predictor = load_model(folder)
     config = configuration.load(folder)
     source = load_source(config, source)
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(0)
     rows, labels, domains = [], [], list[str]()
     for domain in source.domains:
         tested = domain.test if config.split == "test" else domain.validation
@@ -57,6 +57,8 @@ def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, se
         labels.append(tested.y[chosen])
         domains += [domain.name] * len(chosen)
     z, y = torch.cat(rows), torch.cat(labels)
+    if not len(z):  # they are at the sites of a deployment
+        raise RunError(f"{folder} has no samples here to look at")
     means, counts = class_means(z, y, len(predictor.classes))
     present = counts.nonzero()[:, 0]
     own, kind = _server_vectors(folder, z.shape[1], len(predictor.classes))
@@ -65,7 +67,7 @@ def embed(folder: Path, source: Source | None = None, samples: int = SAMPLES, se
     unit = torch.nn.functional.normalize(every, dim=1).numpy()
     perplexity = min(30.0, (len(unit) - 1) / 3)
     with threadpool_limits(1):  # the same picture on any number of cores
-        flat = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
+        flat = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit)
     flat = (flat - flat.min(0)) / np.maximum(flat.max(0) - flat.min(0), 1e-9)
     many = own.shape[0] * own.shape[1]
     kinds = ["sample"] * len(z) + ["prototype"] * len(present) + ["hyper"] * many
