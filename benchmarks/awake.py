@@ -36,6 +36,7 @@ class Awake(FedHProVariants):
     spread: float = 0.0  # weight in matching of the mean squared cosine between two vectors of a class
     keep: float = 0.0  # momentum of the target from round to round
     until: Count = 0  # the last round that matches; 0: all do
+    turned: bool = False  # each class matches the gradients of the one before it: a control that knows nothing
     non_negative: bool = False  # S as features behind a ReLU are
     unit_margin: bool = False  # Eq 10 of unit vectors, which does not saturate Eq 12
     hpal_mean: bool = False  # Eq 13 as a mean over d
@@ -83,6 +84,8 @@ class Awake(FedHProVariants):
         groups = {"all": torch.zeros(len(held)), "fifths": torch.arange(len(held)) % self.I}
         groups["size"] = reports["samples"].unique(return_inverse=True)[1]
         targets = [grouped(each, held, groups[self.by], 1 if self.by == "all" else self.I) for each in found]
+        if self.turned:
+            targets, held = [target.roll(1, 0) for target in targets], held.roll(1, 1)
         if self.keep:
             before = [state.get(f"target{i}", target) for i, target in enumerate(targets)]
             targets = [self.keep * old + (1 - self.keep) * target for old, target in zip(before, targets, strict=True)]

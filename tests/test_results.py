@@ -45,6 +45,7 @@ tables, matrix = tool("tables"), tool("matrix")
         ("cifar10-lt-50", "skews"),
         ("cifar10-lt-10", "skews"),
         ("cifar10-lt-100-small", "skews"),
+        ("cifar10-lt-100-small-equalised", "skews"),
         ("cifar10-labels", "skews"),
         ("office-caltech-nearest", "RESULTS"),
         ("digits-lite", "comparison"),
@@ -112,7 +113,7 @@ def test_of_runs_that_were_cut_off_every_evaluation_is_shown():
 
 OF_MATCHING = ["office-caltech.jsonl+results/office-caltech-confirm", "digits.jsonl+results/digits-confirm"]
 OF_MATCHING += ["cifar10-labels-paper.jsonl@30", "cifar10-labels", "ag-news", "docs-lite", "digits-lite"]
-OF_MATCHING += [f"cifar10-lt-{rho}" for rho in ("100", "50", "10", "100-small")]
+OF_MATCHING += [f"cifar10-lt-{rho}" for rho in ("100", "50", "10", "100-small", "100-small-equalised")]
 OF_MATCHING += [f"digits-lite-{name}" for name in ("quarter", "quarter-labels", "mixed")]
 OF_MATCHING += [f"digits-lite-labels-{alpha}-confirm" for alpha in (0.2, 0.5)]
 
@@ -125,6 +126,22 @@ def test_matched_minus_frozen_shows_what_was_measured(monkeypatch):
     )
     measured = [tables.matched(Path("results") / (f if "@" in f else f"{f}.jsonl")) for f in OF_MATCHING]
     assert shown == sorted(row.split(" | ", 2)[2] for (row,) in measured)
+
+
+@pytest.mark.parametrize(
+    ("matched", "other"),
+    [
+        ("I1-blocks-adam", "I1-M0-blocks"),
+        ("I1-blocks-adam-turned", "I1-M0-blocks"),
+        ("I1-blocks-adam", "I1-blocks-adam-turned"),
+    ],
+)
+def test_the_lead_shows_what_was_measured(matched, other):
+    written = (ROOT / "docs/matching.md").read_text(encoding="utf-8")
+    runs = tables.read(ROOT / "results/digits-lite-awake.jsonl")
+    for measure in (tables.final, tables.last5):  # of five evaluations
+        gaps = [measure(runs[matched][seed]) - measure(runs[other][seed]) for seed in range(5)]
+        assert f"{statistics.fmean(gaps):+.2f} ± {statistics.stdev(gaps) / 5**0.5:.2f}" in written
 
 
 @pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
@@ -189,6 +206,7 @@ kinds = [
     {"match_on": "weights", "by": "size"},
     {"match_on": "weights", "keep": 0.5, "taken_at": "sent"},
     {"I": 1, "match_on": "frame", "until": 1},
+    {"I": 1, "hyper_init": "blocks", "adam": True, "match_lr": 0.01, "turned": True},
     {"match_by": "distance", "non_negative": True, "adam": True},
 ]
 for i, keys in enumerate([{"method": "fedhpro"}, *({"method": "awake"} | kind for kind in kinds)]):
@@ -257,7 +275,7 @@ def test_matching_of_other_gradients_descends_and_without_switches_is_the_papers
     assert done.returncode == 0, done.stderr
     printed, same, *others = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert same == pytest.approx(printed, rel=1e-4)
-    assert len(others) == 5 and others.pop(3) == {}  # a frame is not a descent
+    assert len(others) == 6 and others.pop(3) == {}  # a frame is not a descent
     assert all(each["L_GM"] < each["L_GM_start"] for each in others)
 
 
