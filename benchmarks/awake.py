@@ -2,7 +2,7 @@
 
     python benchmarks/matrix.py results/awake.json OUT --parallel 2
 
-knows the method `awake`. With the defaults it is FedHPro as printed; docs/RESULTS.md has what came out. For gradients
+knows the method `awake`. With the defaults it is FedHPro as printed; docs/matching.md has what came out. For gradients
 with respect to the classifier's weights a client sends C x d numbers of each class, in place of d.
 """
 

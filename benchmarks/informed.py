@@ -6,7 +6,7 @@ knows the method `informed`. The first round is FedAvg's. Its step of the classi
 sum of the clients' gradients with respect to W, and so tells which features go with which class. Of all ways to share
 the features out to the classes evenly, the blocks of fedhpro-plus, the one that matches it best is taken: the largest
 sum of cosines between the anchor of a class and its row of the step. From then on it is fedhpro-plus without its vote.
-`by` has the controls; docs/RESULTS.md has what came out.
+`by` has the controls; docs/matching.md has what came out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables and curves of docs/RESULTS.md from the files that matrix.py and heads.py leave.
+"""Tables and curves of the docs' pages of results from the files that matrix.py and heads.py leave.
 
     python benchmarks/tables.py results/office-caltech.jsonl results/digits.jsonl [--figure docs/results.png]
                                                                                   [--matching docs/matching.png]
@@ -107,6 +107,17 @@ def table(path: Path) -> str:
     return "\n".join(lines)
 
 
+def paired(runs: dict[int, Any], others: dict[int, Any], measure: Callable[[Any], float] = final) -> list[float]:
+    """By how much the ones are above the others, for each seed that both have."""
+    return [measure(runs[seed]) - measure(others[seed]) for seed in sorted(runs.keys() & others.keys())]
+
+
+def with_error(gaps: list[float]) -> str:
+    """Their mean, and its standard error where there are several."""
+    error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
+    return f"{statistics.fmean(gaps):+.2f}{error}"
+
+
 def differences(path: Path, others: list[str]) -> str:
     runs = read(path)
     others = [other for other in others if other in runs]
@@ -114,11 +125,9 @@ def differences(path: Path, others: list[str]) -> str:
     for name, seeds in runs.items():
         cells = []
         for other in others:
-            both = sorted(seeds.keys() & runs[other].keys())
-            gaps = [final(seeds[seed]) - final(runs[other][seed]) for seed in both]
-            error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
+            gaps = paired(seeds, runs[other])
             each = ", ".join(f"{gap:+.1f}" for gap in gaps)
-            cells.append(f"{statistics.fmean(gaps):+.2f}{error} ({each})" if gaps and name != other else "")
+            cells.append(f"{with_error(gaps)} ({each})" if gaps and name != other else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -128,13 +137,9 @@ def matched(path: Path) -> list[str]:
     runs, rows = read(path), []
     for name in [name for name in runs if f"{name}-M0" in runs or (name == "fedhpro" and "M0" in runs)]:
         frozen = runs.get(f"{name}-M0") or runs["M0"]
-        both = sorted(runs[name].keys() & frozen.keys())
-        cells = [path.stem, name, str(len(both))]
-        for measure in (final, last5):
-            gaps = [measure(runs[name][seed]) - measure(frozen[seed]) for seed in both]
-            error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
-            cells.append(f"{statistics.fmean(gaps):+.2f}{error}")
-        rows += [f"| {' | '.join(cells)} |"] if both else []
+        gaps, later = (paired(runs[name], frozen, measure) for measure in (final, last5))
+        if gaps:
+            rows.append(f"| {path.stem} | {name} | {len(gaps)} | {with_error(gaps)} | {with_error(later)} |")
     return rows
 
 

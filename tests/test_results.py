@@ -92,8 +92,7 @@ def test_the_default_loses_to_the_papers_method_and_its_control_nowhere(group):
     name, *rivals = OF_THE_DEFAULT[group]
     runs = tables.read(ROOT / "results" / (group if "@" in group else f"{group}.jsonl"))
     for rival in rivals:
-        seeds = runs[name].keys() & runs[rival].keys()
-        gaps = [tables.final(runs[name][seed]) - tables.final(runs[rival][seed]) for seed in seeds]
+        gaps = tables.paired(runs[name], runs[rival])
         mean, error = statistics.fmean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
         digits = 1 if group == "digits-lite-pairs" else 2
         shown = f"{mean:+.{digits}f}" + (f" ± {error:.{digits}f}" if error else "")
@@ -140,8 +139,8 @@ def test_the_lead_shows_what_was_measured(matched, other):
     written = (ROOT / "docs/matching.md").read_text(encoding="utf-8")
     runs = tables.read(ROOT / "results/digits-lite-awake.jsonl")
     for measure in (tables.final, tables.last5):  # of five evaluations
-        gaps = [measure(runs[matched][seed]) - measure(runs[other][seed]) for seed in range(5)]
-        assert f"{statistics.fmean(gaps):+.2f} ± {statistics.stdev(gaps) / 5**0.5:.2f}" in written
+        gaps = tables.paired(runs[matched], runs[other], measure)
+        assert len(gaps) == 5 and tables.with_error(gaps) in written
 
 
 @pytest.mark.parametrize(("results", "wanted"), [("office-caltech", [30, 40, 50, 60]), ("digits", [75, 85, 90, 94])])
@@ -198,7 +197,11 @@ def test_a_matrix_of_runs_is_kept_in_a_line_each(tmp_path):
 
 AWAKE = """
 import json, sys
-import awake, fedhpro
+import awake, fedhpro, informed, matrix
+from pathlib import Path
+from fedhpro.config import configure
+for keys in matrix.jobs_of(Path("../results/awake.json")).values():
+    configure(**keys)
 tiny, out = json.loads(sys.argv[1]), sys.argv[2]
 kinds = [
     {},
@@ -285,6 +288,7 @@ import torch
 import torch.nn.functional as F
 import informed, fedhpro
 from fedhpro.methods.fedhpro_plus import frame
+from safetensors.torch import load_file
 tiny, out = json.loads(sys.argv[1]), sys.argv[2]
 step = torch.randn(10, 128, generator=torch.Generator().manual_seed(0))
 found = informed.matched(step)
@@ -292,8 +296,12 @@ sizes = sorted((found > 0).sum(1).tolist()) == sorted((frame(10, 128) > 0).sum(1
 print("shared", bool(((found > 0).sum(0) == 1).all()), sizes, bool((found.norm(dim=1) - 128**0.5).abs().max() < 1e-4))
 print("cosines", *(float(F.cosine_similarity(a, step).mean()) for a in (found, frame(10, 128))))
 print("itself", bool((informed.matched(frame(10, 128)) == frame(10, 128)).all()))
+anchors = {}
 for by in ("step", "nothing", "turned"):
-    fedhpro.run(tiny | {"method": "informed", "by": by, "out": f"{out}/{by}"})
+    folder = fedhpro.run(tiny | {"method": "informed", "by": by, "out": f"{out}/{by}"}).folder
+    anchors[by] = load_file(folder / "server.safetensors")["anchors"]
+apart = bool((anchors["step"] != anchors["nothing"]).any())
+print("anchors", apart, bool((anchors["turned"] == anchors["step"].roll(1, 0)).all()))
 """
 
 
@@ -302,6 +310,6 @@ def test_features_are_shared_out_to_match_a_step_of_the_classifier(tmp_path):
     done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line}
-    assert told["shared"] == ["True"] * 3 and told["itself"] == ["True"]
+    assert told["shared"] == ["True"] * 3 and told["itself"] == ["True"] and told["anchors"] == ["True"] * 2
     ours, before = map(float, told["cosines"])
     assert ours > 0.4 and abs(before) < 0.1
